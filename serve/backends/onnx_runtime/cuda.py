@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from halfserve.serve.engine.cuda_driver import CudaError, cuda_driver
+from halfserve.serve.engine.cuda_driver import CudaDriver, CudaError, cuda_driver
+from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.execution.assembly import lock_buffers
 from halfserve.serve.engine.tensors import Array
 
@@ -101,6 +102,22 @@ def settle_thread(device_id: int) -> None:
             driver.settle_thread(device_id)
 
 
+def wait_asleep(device_id: int) -> None:
+    """Have all threads sleep while they wait for a device. Raises ModelLoadError: the driver refuses."""
+    driver = cuda_driver()
+    if driver is None:
+        return
+    try:
+        driver.set_blocking_waits(device_id, on=True)
+    except CudaError as error:
+        raise ModelLoadError(f"threads cannot sleep while they wait for CUDA device {device_id}: {error}") from error
+
+
+def copies_of(device_id: int, *, by_driver: bool) -> RuntimeCopies:
+    driver = cuda_driver() if by_driver else None
+    return RuntimeCopies() if driver is None else DriverCopies(driver, device_id)
+
+
 class DeviceSession:
     """Keeps the sessions of a model on a device usable, and their release safe."""
 
@@ -127,18 +144,63 @@ class DeviceSession:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
 
 
+class RuntimeCopies:
+    """Copies between the host and buffers of a device by the runtime, which holds Python's lock meanwhile."""
+
+    def write(self, buffer: ort.OrtValue, array: Array) -> None:
+        """Copy a contiguous array into a buffer of its size."""
+        buffer.update_inplace(array)
+
+    def read(self, buffer: ort.OrtValue, dtype: np.dtype[Any]) -> Array:  # noqa: ARG002  (the runtime knows it)
+        # The array is copied because `numpy` returns the buffer itself on the CPU.
+        return np.array(buffer.numpy())
+
+
+class DriverCopies(RuntimeCopies):
+    """Such copies by the driver, during which other Python threads run."""
+
+    def __init__(self, driver: CudaDriver, device_id: int) -> None:
+        self._driver = driver
+        self._device_id = device_id
+
+    def write(self, buffer: ort.OrtValue, array: Array) -> None:
+        self._driver.copy_to_device(buffer.data_ptr(), array.ctypes.data, array.nbytes, self._device_id)
+
+    def read(self, buffer: ort.OrtValue, dtype: np.dtype[Any]) -> Array:
+        array: Array = np.empty(buffer.shape(), dtype)
+        self._driver.copy_to_host(array.ctypes.data, buffer.data_ptr(), array.nbytes, self._device_id)
+        return array
+
+
 class GraphReplays:
     """The CUDA graphs of a session, one per combination of input shapes; not thread-safe."""
 
-    def __init__(self, session: ort.InferenceSession, device: str, device_id: int, *, max_shapes: int = MAX_SHAPES) -> None:
-        """`session` is opened with `enable_cuda_graph`; on the `device` "cpu" nothing is recorded, but buffers are used."""
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        device: str,
+        device_id: int,
+        *,
+        max_shapes: int = MAX_SHAPES,
+        copies: RuntimeCopies | None = None,
+    ) -> None:
+        """`session` is opened with `enable_cuda_graph`; on the `device` "cpu" nothing is recorded, but buffers are used.
+
+        `copies` fills and reads the buffers; None leaves that to the runtime.
+        """
         self._session = session
+        self._copies = copies or RuntimeCopies()
         self._place = (device, device_id)
         self._max_shapes = max_shapes
         self._wanted = [value.name for value in session.get_outputs()]
         self._recordings: dict[Shapes, _Recording] = {}
         self._made = 0  # number of recordings so far, the ones that failed included
         self._waits: dict[Shapes, _Wait] = {}  # of shapes whose latest recording failed
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the latest recording of some shapes failed."""
+        return bool(self._waits)
 
     def run(self, feeds: Mapping[str, Array]) -> Sequence[Array]:
         """Compute every output, from inputs by the session's names, in its dtypes.
@@ -178,7 +240,8 @@ class GraphReplays:
         try:
             given = {name: self._buffer(array) for name, array in feeds.items()}
             wanted = {name: self._buffer(array) for name, array in zip(self._wanted, outputs, strict=True)}
-            self._recordings[shapes] = _Recording(self._session, given, wanted, _run_options(self._made))
+            options, dtypes = _run_options(self._made), [array.dtype for array in outputs]
+            self._recordings[shapes] = _Recording(self._session, given, wanted, options, self._copies, dtypes)
             self._made += 1  # the runtime keeps what a failed recording leaves by its number
         except Exception as error:  # noqa: BLE001  (such as out of memory; the request is answered)
             self._put_off(shapes, error)
@@ -245,11 +308,19 @@ class _Recording:
     """The device buffers and the graph of one combination of shapes."""
 
     def __init__(
-        self, session: ort.InferenceSession, given: dict[str, ort.OrtValue], wanted: dict[str, ort.OrtValue], options: Any
+        self,
+        session: ort.InferenceSession,
+        given: dict[str, ort.OrtValue],
+        wanted: dict[str, ort.OrtValue],
+        options: Any,
+        copies: RuntimeCopies,
+        dtypes: Sequence[np.dtype[Any]],
     ) -> None:
+        """`dtypes`: those of the outputs, in the order of `wanted`."""
         self._thread: int | None = None
         self._given = given
-        self._wanted = list(wanted.values())
+        self._wanted = list(zip(wanted.values(), dtypes, strict=True))
+        self._copies = copies
         self._options = options
         self._binding = session.io_binding()
         for name, value in given.items():
@@ -265,11 +336,10 @@ class _Recording:
     def run(self, session: ort.InferenceSession, feeds: Mapping[str, Array]) -> list[Array]:
         """Record the first run, and replay it later on the same thread."""
         for name, array in feeds.items():
-            self._given[name].update_inplace(np.ascontiguousarray(array))
+            self._copies.write(self._given[name], np.ascontiguousarray(array))
         session.run_with_iobinding(self._binding, self._options)
         self._thread = threading.get_ident()
-        # The array is copied because `numpy` returns the buffer itself on the CPU.
-        return [np.array(value.numpy()) for value in self._wanted]
+        return [self._copies.read(value, dtype) for value, dtype in self._wanted]
 
 
 def _run_options(graph: int) -> Any:

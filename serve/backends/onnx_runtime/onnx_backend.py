@@ -12,7 +12,7 @@ import onnxruntime as ort
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe
-from halfserve.serve.backends.onnx_runtime.cuda import DeviceSession, GraphReplays, reason_of
+from halfserve.serve.backends.onnx_runtime.cuda import DeviceSession, GraphReplays, copies_of, reason_of, wait_asleep
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.onnx_runtime.onnx_interface import read_interface
 from halfserve.serve.backends.onnx_runtime.request_errors import RequestErrors, free_sizes, index_ranges
@@ -27,6 +27,7 @@ from halfserve.serve.backends.onnx_runtime.session import (
 from halfserve.serve.backends.onnx_runtime.session_settings import (
     OPTIMIZATION_LEVEL,
     OptimizationLevel,
+    SessionSettings,
     operator_libraries,
     read_settings,
 )
@@ -94,7 +95,9 @@ class OnnxRuntime:
         config.parameters["halfserve.nodes"].string_value = nodes_by_provider(opened.session)
         free = tuple(free_sizes(interface, batched=config.max_batch_size > 0))
         errors = RequestErrors(indices, free, on_device=opened.provider != CPU)
-        return OnnxRuntimeBackend.of(opened, interface, placement.device_id, settings.arena_shrinkage, errors)
+        if opened.provider != CPU and "blocking" in settings.cuda_ways:
+            wait_asleep(placement.device_id)
+        return OnnxRuntimeBackend.of(opened, interface, placement.device_id, settings, errors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,17 +121,17 @@ class OnnxRuntimeBackend:
 
     @classmethod
     def of(
-        cls, opened: OpenSession, interface: ModelInterface, device_id: int, arena_shrinkage: str, errors: RequestErrors
+        cls, opened: OpenSession, interface: ModelInterface, device_id: int, settings: SessionSettings, errors: RequestErrors
     ) -> OnnxRuntimeBackend:
-        """Make the backend. `arena_shrinkage`: devices whose memory arenas shrink after each run."""
         session = opened.session
         given = {spec.name: opened.given_names.get(spec.name, spec.name) for spec in interface.inputs}
         dtypes = {value.name: NUMPY_DTYPES[value.type] for value in session.get_inputs()}
         outputs = {spec.name: spec.datatype.array_dtype for spec in interface.outputs}
         got = [NUMPY_DTYPES[value.type] for value in session.get_outputs()]
         options = ort.RunOptions()
-        if arena_shrinkage:
-            options.add_run_config_entry(ARENA_SHRINKAGE, arena_shrinkage)
+        if settings.arena_shrinkage:
+            options.add_run_config_entry(ARENA_SHRINKAGE, settings.arena_shrinkage)
+        copies = copies_of(device_id, by_driver="copies" in settings.cuda_ways)
         return cls(
             provider=opened.provider,
             precision=opened.precision,
@@ -141,13 +144,18 @@ class OnnxRuntimeBackend:
             _output_dtypes=outputs,
             _texts=[spec.name for spec in interface.inputs if spec.datatype.array_dtype.hasobject],
             _casts={name: dtype for (name, dtype), now in zip(outputs.items(), got, strict=True) if dtype != now},
-            _replays=GraphReplays(session, "cuda", device_id) if opened.records_graphs else None,
+            _replays=GraphReplays(session, "cuda", device_id, copies=copies) if opened.records_graphs else None,
             _device_session=DeviceSession([session, *opened.by_rows.values()], device_id) if opened.provider != CPU else None,
             _errors=errors,
         )
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
         return self._compute_dtypes[name]
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether it records CUDA graphs, and none of the latest attempts failed."""
+        return self._replays is not None and not self._replays.has_failed
 
     def run(self, inputs: Tensors) -> Tensors:
         """Compute every output, in the dtypes of the model's interface.

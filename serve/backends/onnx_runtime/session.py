@@ -122,7 +122,7 @@ class SessionOpener:
         if settings.accelerators.tensorrt is not None:
             return self._on_cuda({})
         level = logging.WARNING if settings.cuda_graphs else logging.INFO  # nothing is amiss where graphs are not configured
-        if settings.cuda_graphs or (settings.cuda_graphs is None and self.sizes):
+        if settings.cuda_graphs or (settings.cuda_graphs is None and (self.sizes or "graphs" in settings.cuda_ways)):
             try:
                 opened = self._on_cuda({"enable_cuda_graph": "1"})
             except ModelLoadError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 from importlib.machinery import PathFinder
@@ -41,6 +41,7 @@ TENSORRT_NAMES = {
     "int8_use_native_calibration_table": "trt_int8_use_native_calibration_table",
 }
 TENSORRT_PRECISIONS = {"FP32": None, "FP16": "trt_fp16_enable", "INT8": "trt_int8_enable"}
+CUDA_WAYS_KEY, PREFER_NHWC = "halfserve.cuda_ways", "prefer_nhwc"
 SWITCHES = {"true": "1", "false": "0"}
 # CUDA graphs need fixed buffers, which the server provides for the CUDA provider only.
 CUDA_GRAPH, TENSORRT_GRAPH = "enable_cuda_graph", "trt_cuda_graph_enable"
@@ -155,6 +156,7 @@ class SessionSettings:
     session_entries: Mapping[str, str] = field(default_factory=dict)  # the runtime's own keys, which are passed on
     accelerators: Accelerators = field(default_factory=Accelerators)  # options of the CUDA and TensorRT providers
     cuda_graphs: bool | None = None  # whether CUDA graphs are recorded per batch size; None leaves the choice to the server
+    cuda_ways: frozenset[str] = frozenset()  # further ways to compute on a CUDA device, of CUDA_WAYS
     operator_libraries: tuple[str, ...] = ()  # paths of libraries with custom operators
 
 
@@ -168,6 +170,9 @@ def read_settings(config: ModelConfig, path: Path) -> SessionSettings:
         graphs = accelerators.cuda_graphs
     if graphs is None and config.optimization.HasField("cuda"):
         graphs = config.optimization.cuda.graphs
+    ways = own_parameter(config, CUDA_WAYS_KEY, path) or frozenset()
+    if "nhwc" in ways:
+        accelerators = replace(accelerators, cuda={PREFER_NHWC: "1", **accelerators.cuda})
     return SessionSettings(
         level=declared_level(config, path),
         intra_op_threads=_count(parameters, "intra_op_thread_count", path),
@@ -179,6 +184,7 @@ def read_settings(config: ModelConfig, path: Path) -> SessionSettings:
         session_entries=_entries(parameters, path),
         accelerators=accelerators,
         cuda_graphs=graphs,
+        cuda_ways=ways,
     )
 
 

@@ -25,6 +25,7 @@ from halfserve.serve.engine.padding.padding_rule import parse_padding_rule, risi
 PREFIX = "halfserve."
 MEASURED = "halfserve.measured"  # speed of the model in each way that was tried, in words
 PADDED_ROWS = "halfserve.padded_rows"  # numbers of rows that the server pads batches to by its own choice, such as "1,2,4,8"
+CUDA_WAYS = frozenset({"graphs", "nhwc", "copies", "blocking"})  # ways to compute on a CUDA device: see "halfserve.cuda_ways"
 TASK = "halfserve.task"  # describes any model to clients
 Parse = Callable[[str], Any]  # parses the text to the value; raises a ValueError that says which form is expected
 # The server writes these for clients; values in a config.pbtxt have no effect.
@@ -66,7 +67,7 @@ ONNX_ONLY = frozenset(
 )
 ONNX_ONLY_PARAMETERS = frozenset(
     {
-        *("halfserve.optimization_level", "halfserve.cuda_graphs", "halfserve.cpu_precision"),
+        *("halfserve.optimization_level", "halfserve.cuda_graphs", "halfserve.cuda_ways", "halfserve.cpu_precision"),
         *("inter_op_thread_count", "execution_mode", "enable_mem_arena", "enable_mem_pattern"),
         *("memory.enable_memory_arena_shrinkage", "cudnn_conv_algo_search", "arena_extend_strategy", "gpu_mem_limit"),
         "do_copy_in_default_stream",
@@ -78,8 +79,8 @@ PYTHON_ONLY = frozenset({"input.optional", "model_transaction_policy"})  # only 
 DEVICE_ONLY = frozenset({"optimization.cuda.graphs", "optimization.execution_accelerators.gpu_execution_accelerator"})
 DEVICE_ONLY_PARAMETERS = frozenset(
     {
-        *("halfserve.cuda_graphs", "cudnn_conv_algo_search", "arena_extend_strategy", "gpu_mem_limit"),
-        "do_copy_in_default_stream",
+        *("halfserve.cuda_graphs", "halfserve.cuda_ways", "cudnn_conv_algo_search", "arena_extend_strategy"),
+        *("gpu_mem_limit", "do_copy_in_default_stream"),
     }
 )
 # Parameters outside these lists are free for any use; Triton acts on this one.
@@ -150,6 +151,14 @@ def dimensions(value: str) -> frozenset[int] | None:
     return frozenset(map(int, parts))
 
 
+def ways(value: str) -> frozenset[str]:
+    """Parse ways to compute on a CUDA device, from "graphs, nhwc", or "none"."""
+    parts = frozenset(part.strip() for part in value.split(","))
+    if parts != {"none"} and not parts <= CUDA_WAYS:
+        raise ValueError(f"expected 'none', or some of {', '.join(sorted(CUDA_WAYS))}, with commas between them")
+    return parts - {"none"}
+
+
 @dataclass(frozen=True)
 class OwnParameter:
     """A `halfserve.*` key of config.pbtxt. The documentation's table of settings is generated from these.
@@ -185,6 +194,12 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         switch, "on for models with Convs", "`on`, `off`",
         "Record the device's work for each batch size. A warning names models that cannot be recorded (nodes, inputs or "
         "outputs on the CPU, sizes that depend on values, random numbers); they run without.",
+    ),
+    "halfserve.cuda_ways": OwnParameter(
+        ways, "tried when the model is loaded", "`none`, or some of `graphs`, `nhwc`, `copies`, `blocking`, with commas",
+        "How a CUDA device computes an ONNX model: by recorded CUDA graphs, with Convs in NHWC order (`prefer_nhwc`), with "
+        "copies of a recording's inputs and outputs without Python's lock, and with threads that sleep while they wait for the "
+        "device (for all models of the process).",
     ),
     "halfserve.degraded_not_ready": OwnParameter(switch, "off", "`on`, `off`", "Whether a degraded model is not ready."),
     "halfserve.drift_threshold": OwnParameter(

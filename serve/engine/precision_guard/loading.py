@@ -157,7 +157,9 @@ def _load(path: Path, runtime: Runtime, placement: DevicePlacement, interface: M
     # The configuration is copied because the runtime writes its decisions into it, and clients see the model's, not its twin's.
     scratch = ModelConfig()
     scratch.CopyFrom(config)
-    scratch.parameters["halfserve.pad_to_preferred"].string_value = "off"  # no sessions or recordings by batch size by default
+    # The twin computes few batches, of any size: no sessions or recordings by batch size are made for it.
+    for key, value in (("halfserve.pad_to_preferred", "off"), ("halfserve.cuda_ways", "none")):
+        scratch.parameters[key].string_value = value
     for key in OF_HALF_PRECISION:
         scratch.parameters.pop(key, None)
     return runtime.load(path, own, replace(placement, cpu_precision=CpuPrecision.FLOAT32), scratch)

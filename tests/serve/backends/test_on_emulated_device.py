@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from tests.serve.cuda_emulator import cudnn_scenes, memory_scenes, placement_scenes, scenes
+from tests.serve.cuda_emulator import cudnn_scenes, memory_scenes, placement_scenes, scenes, trial_scenes
 from tests.serve.cuda_emulator.library import make_device
 
 pytestmark = pytest.mark.long
-MODULES = (scenes, memory_scenes, cudnn_scenes, placement_scenes)
+MODULES = (scenes, memory_scenes, cudnn_scenes, placement_scenes, trial_scenes)
 FILES = [str(module.__file__) for module in MODULES]
 SCENES = [name for module in MODULES for name in vars(module) if name.startswith("test_")]
 

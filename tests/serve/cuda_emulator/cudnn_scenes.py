@@ -87,7 +87,9 @@ def plans_and_replays(model: Model, device: ctypes.CDLL) -> set[tuple[int, int]]
         for rows in (4, 4, 8, 8, 4, 8, 4, *range(1, 11), *range(16, 6, -1)):
             given = triton.InferInput("t0", [rows, 2, 6, 6], "FP32")
             given.set_data_from_numpy(np.ones((rows, 2, 6, 6), np.float32))
-            answer = client.infer("m", [given]).as_numpy("y")
+            result = client.infer("m", [given])
+            assert result is not None
+            answer = result.as_numpy("y")
             assert answer is not None
             assert answer.shape == (rows, 2, 6, 6)
             made = log(device)
