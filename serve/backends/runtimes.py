@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from halfserve.installation import install_hint
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.cpu_trials import TrialCache
+from halfserve.serve.backends.cuda_trials import CudaTrials, WaysCache
 from halfserve.serve.backends.onnx_models import OnnxModels
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashVerdictCache, default_folder
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
@@ -39,17 +40,23 @@ class Runtimes:
     torch and OpenVINO are imported for the first model that needs them.
     """
 
-    def __init__(self, probe: CrashProbe | None = None, trust: Trust = NO_TRUST, trials: TrialCache | None = None) -> None:
+    def __init__(
+        self,
+        probe: CrashProbe | None = None,
+        trust: Trust = NO_TRUST,
+        trials: TrialCache | None = None,
+        ways: CudaTrials | None = None,
+    ) -> None:
         """Make the runtimes.
 
         `probe` loads ONNX models in another process first; None loads them without a trial. `trials` caches which precision is
-        faster on the CPU; None measures at each load.
+        faster on the CPU, `ways` how models are computed on CUDA devices; None measures at each load.
         """
         self._probe = probe
         self._trust = trust
         self._python = PythonRuntime()
         runtime = OnnxRuntime(probe, trust_custom_operators=trust.custom_operators)
-        self._onnx = OnnxModels(runtime, self._openvino_for, trials)
+        self._onnx = OnnxModels(runtime, self._openvino_for, trials, ways)
         self._torch: Runtime | None = None
         self._compiled: CompiledRuntime | None = None
         self._openvino: OpenVinoRuntime | None = None
@@ -141,4 +148,5 @@ def probing_runtimes(trust: Trust = NO_TRUST) -> Runtimes:
     """Make all runtimes, with a crash probe that caches its verdicts in the user's cache folder."""
     folder = default_folder()
     trials = TrialCache(None if folder is None else folder.with_name("cpu_precision"))
-    return Runtimes(CrashProbe(CrashVerdictCache(folder)), trust, trials)
+    ways = CudaTrials(WaysCache(None if folder is None else folder.with_name("cuda_ways")))
+    return Runtimes(CrashProbe(CrashVerdictCache(folder)), trust, trials, ways)

@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.onnx_runtime.onnx_preparation import PreparedModel, prepared
 from halfserve.serve.backends.onnx_runtime.probe_child import FORMAT_ENTRY, ones
 from halfserve.serve.backends.onnx_runtime.session_settings import OptimizationLevel, SessionSettings
+from halfserve.serve.backends.onnx_runtime.shared_weights import CONVOLUTIONS, few, on_device
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.cuda_driver import device_count
@@ -66,6 +67,7 @@ class OpenSession:
     level: OptimizationLevel  # optimization level
     given_names: Mapping[str, str] = field(default_factory=dict)  # the session's name of each renamed input
     records_graphs: bool = False  # whether the session records CUDA graphs
+    by_rows: Mapping[int, ort.InferenceSession] = field(default_factory=dict)  # the sessions for these numbers of rows alone
 
     @property
     def provider(self) -> str:
@@ -81,6 +83,9 @@ class SessionOpener:
     probe: CrashProbe | None = None  # checks for crashes; None trusts the model
     # Rows of the largest batch, to choose the number of threads unless configured; None leaves it to the runtime.
     rows: int | None = None
+    # Numbers of rows to which the batches of a model with convolutions are padded, in rising order; none for other models.
+    sizes: Sequence[int] = ()
+    weights: Mapping[str, ort.OrtValue] = field(default_factory=dict)  # weights in the device's memory, by name
 
     def open(self) -> OpenSession:
         """Open on the CUDA device if there is one and it may be used, otherwise on the CPU.
@@ -118,22 +123,58 @@ class SessionOpener:
         return self._on_cpu()
 
     def _on_gpu(self) -> OpenSession:
-        if self.settings.cuda_graphs and self.settings.accelerators.tensorrt is None:
+        settings = self.settings
+        if settings.accelerators.tensorrt is not None:
+            return self._on_cuda({})
+        level = logging.WARNING if settings.cuda_graphs else logging.INFO  # nothing is amiss where graphs are not configured
+        if settings.cuda_graphs or (settings.cuda_graphs is None and (self.sizes or "graphs" in settings.cuda_ways)):
             try:
                 opened = self._on_cuda({"enable_cuda_graph": "1"})
             except ModelLoadError as error:
-                opened = self._on_cuda({})
-                logger.warning("%s; it runs without CUDA graphs, which take models that run on CUDA as a whole", error)
+                opened = self._without_graphs()
+                text = "%s; it runs without CUDA graphs, which take models that run on CUDA as a whole"
+                logger.log(level, text, error)
                 return opened
             else:
                 reason = why_not_recorded(opened.session, "cuda") if opened.provider == CUDA else None
                 if reason is None:
                     return replace(opened, records_graphs=opened.provider == CUDA)
-                logger.warning(
-                    "%s: %s, which CUDA graphs would not do for each batch; it runs without them", *(self.path, reason)
-                )
+                text = "%s: %s, which CUDA graphs would not do for each batch; it runs without them"
+                logger.log(level, text, self.path, reason)
                 del opened  # frees its memory before another copy is opened
-        return self._on_cuda({})
+        return self._without_graphs()
+
+    def _without_graphs(self) -> OpenSession:
+        """Open a session; for a model with convolutions one per batch size, because each keeps cuDNN's plans of one shape."""
+        opened = self._on_cuda({})
+        if opened.provider != CUDA or not self.sizes:
+            return opened
+        weights = self._shared_weights(opened.session)
+        opener = replace(self, sizes=(), weights=weights)
+        *others, largest = few(self.sizes)
+        try:
+            if weights:
+                del opened  # frees its own copy of the weights
+                opened = opener._on_cuda({})  # noqa: SLF001  (of the same class)
+            by_rows = {size: opener._on_cuda({}).session for size in others}  # noqa: SLF001  (of the same class)
+        except (ModelLoadError, _UnusableDeviceError) as error:
+            logger.warning("%s: cannot be opened once for each batch size (%s)", self.path, error)
+            return self._on_cuda({})
+        by_rows[largest] = opened.session
+        text = "%s: runs in a session for each batch size of %s, which share %d weights, as cuDNN's plans are for one size"
+        logger.info(text, self.path, ", ".join(map(str, by_rows)), len(weights))
+        return replace(opened, by_rows=by_rows)
+
+    def _shared_weights(self, session: ort.InferenceSession) -> Mapping[str, ort.OrtValue]:
+        """Return the weights that several sessions can share; none if a convolution runs on the CPU or memory runs out."""
+        parts = [part for part in session.get_provider_graph_assignment_info() if part.ep_name == CPU]
+        if any(node.op_type in CONVOLUTIONS for part in parts for node in part.get_nodes()):
+            return {}
+        try:
+            return on_device(self.path, self.placement.device_id)
+        except RuntimeError as error:  # the runtime's
+            logger.warning("%s: its sessions share no weights (%s)", self.path, reason_of(error))
+            return {}
 
     def _on_cuda(self, options: Mapping[str, str]) -> OpenSession:
         device = {"device_id": str(self.placement.device_id)}
@@ -190,6 +231,8 @@ class SessionOpener:
         try:
             options = self._options(level)
             self._register_operators(options)
+            for name, value in self.weights.items():
+                options.add_initializer(name, value)
             with RECORDING_LOCK.opening() if on_gpu else contextlib.nullcontext():
                 session = ort.InferenceSession(
                     model.source,

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.cuda_emulator import conversion_scenes, cudnn_scenes, memory_scenes, placement_scenes, scenes
+from tests.serve.cuda_emulator import conversion_scenes, cudnn_scenes, memory_scenes, placement_scenes, scenes, trial_scenes
 from tests.serve.cuda_emulator.library import make_device
 
 pytestmark = pytest.mark.long
 # Modules whose scenes run in one process, in turn.
-GROUPS = ((scenes, memory_scenes, cudnn_scenes, placement_scenes), (conversion_scenes,))
+GROUPS = ((scenes, memory_scenes, cudnn_scenes, placement_scenes, trial_scenes), (conversion_scenes,))
 SCENES = [
     (at, name) for at, group in enumerate(GROUPS) for module in group for name in vars(module) if name.startswith("test_")
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,24 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+import tritonclient.grpc as triton
 
 from halfserve.export.half_types import HALF_TYPES
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime, OnnxRuntimeBackend
 from halfserve.serve.backends.onnx_runtime.probe_child import ones
 from halfserve.serve.backends.onnx_runtime.session import SessionOpener
 from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.repository.model_repository import ModelRepository
+from halfserve.serve.model_control.version_loading import VersionLoader
 from tests.export.stored_models import parse
 from tests.serve.cuda_emulator.copying_model import log
+from tests.serve.running_server import running_server
 
 CONV = "y = Conv <pads = [1, 1, 1, 1]> (x, w)"
+CONVS = 9
 RECURRENT = "hidden_size = 3"
 LAYERS = {
     "Conv": ("[n, 2, 6, 6]", CONV, (3, 2, 3, 3), (4, 3, 6, 6)),
@@ -79,6 +88,103 @@ def report(repository: Path) -> None:
         except ModelLoadError as error:
             found[layer] = str(error)
     sys.stdout.write(json.dumps(found))
+
+
+def parameter(key: str, value: str) -> str:
+    return f'parameters {{ key: "halfserve.{key}" value {{ string_value: "{value}" }} }}'
+
+
+def served(folder: Path, config: str = "", end: str = "y = Relu (t9)") -> Model:
+    """A model of nine Convs, loaded as a server loads it, with at most 16 rows in a batch."""
+    body = " ".join(f"t{number + 1} = {CONV.removeprefix('y = ').replace('x', f't{number}')}" for number in range(CONVS))
+    text = f"m (float[n, 2, 6, 6] t0) => (float[n, 2, 6, 6] y) {{ {body} {end} }}"
+    model = parse(text, opset=17, ir=8)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((2, 2, 3, 3), np.float32), "w"))
+    version = folder / "m" / "1"
+    version.mkdir(parents=True)
+    onnx.save(model, version / "model.onnx")
+    (folder / "m" / "config.pbtxt").write_text(f"max_batch_size: 16 {config}")
+    (files,) = ModelRepository(folder).find("m")
+    loader = VersionLoader(runtime=OnnxRuntime(), placement=DevicePlacement(), defaults=Defaults(), warm_up_budget_s=60)
+    return loader.model(files)
+
+
+def plans_and_replays(model: Model, device: ctypes.CDLL) -> set[tuple[int, int]]:
+    """Send requests of different rows one after the other, and return how many plans and replays each costs."""
+    found = set()
+    with running_server(lambda: [model]) as server, triton.InferenceServerClient(server.address) as client:
+        log(device)
+        for rows in (4, 4, 8, 8, 4, 8, 4, *range(1, 11), *range(16, 6, -1)):
+            given = triton.InferInput("t0", [rows, 2, 6, 6], "FP32")
+            given.set_data_from_numpy(np.ones((rows, 2, 6, 6), np.float32))
+            result = client.infer("m", [given])
+            assert result is not None
+            answer = result.as_numpy("y")
+            assert answer is not None
+            assert answer.shape == (rows, 2, 6, 6)
+            made = log(device)
+            found.add((made.count("cuDNN execution plan"), made.count("replay")))
+    return found
+
+
+def test_ten_batch_sizes_in_turn_build_no_plan(tmp_path: Path, device: ctypes.CDLL) -> None:
+    model = served(tmp_path)
+    assert model.limits.padded_rows == (1, 2, 4, 8, 12, 16)
+    assert plans_and_replays(model, device) == {(0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("config", "end", "reason"),
+    [
+        (parameter("cuda_graphs", "off"), "y = Relu (t9)", ""),
+        ("", "y = Tan (t9)", "it runs without CUDA graphs"),
+    ],
+    ids=["off", "cpu"],
+)
+def test_without_graphs_each_batch_size_has_a_session_that_shares_weights(
+    tmp_path: Path, device: ctypes.CDLL, caplog: pytest.LogCaptureFixture, config: str, end: str, reason: str
+) -> None:
+    with caplog.at_level(logging.INFO):
+        model = served(tmp_path, config, end)
+    weights = sum(f"copy of {2 * 2 * 3 * 3 * 4} bytes to the device" in line for line in log(device))
+    assert "runs in a session for each batch size of 1, 4, 8, 16, which share 1 weights" in caplog.text
+    assert reason in caplog.text
+    assert not [record for record in caplog.records if record.levelno > logging.INFO and reason and reason in record.message]
+    assert 1 < weights <= 3, "one of the session with recordings, one of the first without, and the shared one"
+    assert model.limits.padded_rows == (1, 4, 8, 16)
+    assert plans_and_replays(model, device) == {(0, 0)}
+
+
+def test_a_copy_that_is_loaded_again_has_its_recordings(tmp_path: Path, device: ctypes.CDLL) -> None:
+    model = served(tmp_path)
+    assert model.reload is not None
+    backend = model.reload(0)
+    log(device)
+    for rows in (1, 2, 4, 8, 12, 16):
+        backend.run({"t0": np.ones((rows, 2, 6, 6), np.float32)})
+    made = log(device)
+    assert (made.count("cuDNN execution plan"), made.count("replay")) == (0, 6)
+
+
+@pytest.mark.parametrize(
+    ("config", "padded", "graphs"),
+    [
+        ("dynamic_batching { preferred_batch_size: [ 6 ] }", (1, 2, 4, 6, 8, 12, 16), True),
+        ("dynamic_batching { preferred_batch_size: [ 6, 16 ] }" + parameter("pad_to_preferred", "on"), (6, 16), True),
+        (parameter("pad_to_preferred", "off"), (), False),
+        ("", (1, 2, 4, 8, 12, 16), True),
+    ],
+    ids=["preferred", "padded", "off", "default"],
+)
+def test_configured_sizes_come_before_the_default_ones(
+    tmp_path: Path, config: str, padded: tuple[int, ...], *, graphs: bool
+) -> None:
+    model = served(tmp_path, config)
+    (backend,) = model.backends
+    assert isinstance(backend, OnnxRuntimeBackend)
+    assert model.limits.padded_rows == padded
+    assert (backend._replays is not None) is graphs
+    assert not backend._by_rows
 
 
 def test_each_change_of_the_batch_builds_a_plan(device: ctypes.CDLL) -> None:

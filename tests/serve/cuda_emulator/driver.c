@@ -246,3 +246,6 @@ size_t emulated_locked_bytes(void) {
 }
 
 void emulated_refuse_locking(int refuses) { refuses_locking = refuses; }
+
+/* How threads wait for a device: 0 as the driver chooses, 4 asleep. */
+int cuDevicePrimaryCtxSetFlags_v2(int device, unsigned flags) { return device || (flags && flags != 4) ? INVALID_VALUE : OK; }

@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.onnx_runtime.cuda import RECORDING_LOCK
+from halfserve.serve.backends.onnx_runtime.cuda import FIRST_WAIT, RECORDING_LOCK
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime, OnnxRuntimeBackend
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.errors import BackendError, ModelLoadError, is_device_lost, is_out_of_memory
@@ -75,28 +75,45 @@ def test_an_output_that_no_node_makes_on_the_device_is_not_recorded(
     assert f"m.onnx: output '{name}' {reason}, which CUDA graphs would not do for each batch" in caplog.text
 
 
-def test_a_model_that_draws_numbers_is_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("operator", "reason"), [("RandomUniformLike", "draws numbers"), ("NonZero", "waits for the device")])
+def test_a_model_that_no_recording_can_follow_is_not_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, operator: str, reason: str
+) -> None:
     model = onnx.load(save(tmp_path / "m.onnx"))
-    model.graph.node.append(helper.make_node("RandomUniformLike", ["x"], ["r"]))
-    model.graph.output.append(helper.make_tensor_value_info("r", TensorProto.FLOAT, ["n", COLUMNS]))
+    model.graph.node.append(helper.make_node(operator, ["x"], ["r"]))
+    kind = TensorProto.INT64 if operator == "NonZero" else TensorProto.FLOAT
+    model.graph.output.append(helper.make_tensor_value_info("r", kind, ["k", "m"]))
     onnx.save(model, tmp_path / "m.onnx")
     backend = load_backend(tmp_path / "m.onnx", DevicePlacement(), with_graphs())
     assert backend._replays is None
-    assert "m.onnx: RandomUniformLike draws numbers, which CUDA graphs would not do for each batch" in caplog.text
+    assert f"m.onnx: {operator} {reason}, which CUDA graphs would not do for each batch" in caplog.text
 
 
-def test_a_batch_that_cannot_be_recorded_is_computed(
+def test_a_batch_that_cannot_be_recorded_is_computed_and_recorded_later(
     tmp_path: Path, device: ctypes.CDLL, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = load(tmp_path / "m.onnx", with_graphs())
     check(backend, 2)
     device.emulated_break()
-    for start in range(3):
+    for start in range(1 + FIRST_WAIT):
         check(backend, 2, start)
-        check(backend, 3, start)
     assert log(device).count("replay") == 0
+    for _ in range(3):
+        check(backend, 3)
+    assert log(device).count("replay") == 2, "other sizes do not wait"
+    device.emulated_break()
+    for start in range(2):
+        check(backend, 2, start)
+    for start in range(2 * FIRST_WAIT):
+        check(backend, 2, start)
+    assert log(device).count("replay") == 0
+    for start in range(4):
+        check(backend, 2, start)
+    assert log(device).count("replay") == 3
     assert [record.message for record in caplog.records] == [
-        f"a CUDA graph could not be recorded ({BROKEN}); no more are, and batches are computed as usual"
+        f"a CUDA graph could not be recorded ({BROKEN}); the next {wait} batches of its size are computed without one, and "
+        "then it is tried again"
+        for wait in (FIRST_WAIT, 2 * FIRST_WAIT)
     ]
 
 
