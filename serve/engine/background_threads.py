@@ -34,6 +34,11 @@ class Worker:
         """Run `function(*arguments)` after the jobs submitted before. The function must not raise."""
         self._jobs.put((function, arguments))
 
+    @property
+    def has_next(self) -> bool:
+        """Whether a job waits for the end of the running one."""
+        return not self._jobs.empty()
+
     def stop(self) -> None:
         """End the thread after the submitted jobs, without waiting for it."""
         self._jobs.put(None)
