@@ -50,6 +50,11 @@ class Worker:
         self.submit(run)
         done.result()
 
+    @property
+    def has_next(self) -> bool:
+        """Whether a job waits for the end of the running one."""
+        return not self._jobs.empty()
+
     def stop(self) -> None:
         """End the thread after the submitted jobs, without waiting for it."""
         self._jobs.put(None)
