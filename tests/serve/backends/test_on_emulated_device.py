@@ -1,4 +1,4 @@
-"""The CUDA paths through ONNX Runtime's own CUDA provider, over an emulated device: see cuda_emulator/runtime.c."""
+"""The CUDA paths through ONNX Runtime's own CUDA provider, over emulated devices: see cuda_emulator/device.c."""
 
 from __future__ import annotations
 
@@ -13,12 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.cuda_emulator import conversion_scenes, cudnn_scenes, memory_scenes, placement_scenes, scenes, trial_scenes
-from tests.serve.cuda_emulator.library import make_device
+from tests.serve.cuda_emulator import (
+    conversion_scenes,
+    cudnn_scenes,
+    fault_scenes,
+    memory_scenes,
+    placement_scenes,
+    scenes,
+    trial_scenes,
+)
+from tests.serve.cuda_emulator.conftest import DEVICES
+from tests.serve.cuda_emulator.library import NUMBER_OF_DEVICES, make_device
 
 pytestmark = pytest.mark.long
 # Modules whose scenes run in one process, in turn.
-GROUPS = ((scenes, memory_scenes, cudnn_scenes, placement_scenes, trial_scenes), (conversion_scenes,))
+GROUPS = ((scenes, memory_scenes, cudnn_scenes, placement_scenes, trial_scenes, fault_scenes), (conversion_scenes,))
 SCENES = [
     (at, name) for at, group in enumerate(GROUPS) for module in group for name in vars(module) if name.startswith("test_")
 ]
@@ -34,7 +43,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
     def ran(group: int) -> str:
         files = [str(module.__file__) for module in GROUPS[group]]
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q", "-rA", *files]
-        environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+        environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), NUMBER_OF_DEVICES: str(DEVICES)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
         return done.stdout + done.stderr
 
