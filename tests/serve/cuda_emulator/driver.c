@@ -75,7 +75,6 @@ int cuInit(unsigned flags) { return flags ? INVALID_VALUE : emulated_count() ? (
 
 int cuDeviceGetCount(int *count) { return is_up ? (*count = emulated_count(), OK) : NOT_INITIALIZED; }
 
-<<<<<<< HEAD
 int cuDriverGetVersion(int *version) { return *version = 13000, OK; }
 
 int cuDeviceGetName(char *name, int room, int device) { return snprintf(name, room, "emulated device %d", device), OK; }
@@ -84,10 +83,7 @@ int cuDeviceComputeCapability(int *major, int *minor, int device) { return (void
 
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { return (void)device, *bytes = 1ul << 32, OK; }
 
-int cuDeviceGet(int *device, int ordinal) { return ordinal ? INVALID_DEVICE : (*device = 0, OK); }
-=======
 int cuDeviceGet(int *device, int ordinal) { return emulated_context(ordinal) ? (*device = ordinal, OK) : INVALID_DEVICE; }
->>>>>>> emulator
 
 int cuDevicePrimaryCtxRetain(void **context, int device) {
     return (*context = emulated_context(device)) ? OK : INVALID_DEVICE;
@@ -208,10 +204,9 @@ int emulated_opened(void) {
 }
 
 void emulated_refuse_locking(int refuses) { refuses_locking = refuses; }
-<<<<<<< HEAD
+void emulated_refuse_peers(int refuses) { refuses_peers = refuses; }
 
 /* How threads wait for a device: 0 as the driver chooses, 4 asleep. */
-int cuDevicePrimaryCtxSetFlags_v2(int device, unsigned flags) { return device || (flags && flags != 4) ? INVALID_VALUE : OK; }
-=======
-void emulated_refuse_peers(int refuses) { refuses_peers = refuses; }
->>>>>>> emulator
+int cuDevicePrimaryCtxSetFlags_v2(int device, unsigned flags) {
+    return !emulated_context(device) || (flags && flags != 4) ? INVALID_VALUE : OK;
+}
