@@ -97,6 +97,13 @@ def settle_thread(device_id: int) -> None:
             driver.settle_thread(device_id)
 
 
+def is_lost(device_id: int) -> bool:
+    """Ask the device after an error, whose text may be that of a library which saw the fault first, such as cuBLAS."""
+    settle_thread(device_id)
+    driver = cuda_driver()
+    return driver is not None and driver.is_lost(device_id)
+
+
 class DeviceSession:
     """Keeps a session on a device usable, and its release safe."""
 
@@ -110,10 +117,8 @@ class DeviceSession:
         lock_buffers(self._device_id)
 
     def is_lost(self) -> bool:
-        """Ask the device after an error, whose text may be that of a library which saw the fault first, such as cuBLAS."""
-        settle_thread(self._device_id)
-        driver = cuda_driver()
-        return driver is not None and driver.is_lost(self._device_id)
+        """Ask the device after an error."""
+        return is_lost(self._device_id)
 
     def __del__(self) -> None:
         if self.is_lost():

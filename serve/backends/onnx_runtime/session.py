@@ -23,6 +23,7 @@ from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, onnx_t
 from halfserve.serve.backends.onnx_runtime.cuda import (
     RECORDING_LOCK,
     is_about_an_option,
+    is_lost,
     missing_kernel,
     reason_of,
     settle_thread,
@@ -34,7 +35,7 @@ from halfserve.serve.backends.onnx_runtime.session_settings import OptimizationL
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.cuda_driver import device_count
-from halfserve.serve.engine.errors import ModelLoadError, is_device_lost
+from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError
 from halfserve.serve.engine.resource_limits import fewer_cores, usable_cores
 
 logger = logging.getLogger(__name__)
@@ -194,10 +195,11 @@ class SessionOpener:
             raise
         except Exception as error:
             # The runtime's exceptions have no common base class. RuntimeErrors concern providers, not models.
-            if on_gpu and isinstance(error, RuntimeError) and not (is_about_an_option(error) or is_device_lost(error)):
+            lost = InstanceLostError(reason_of(error)) if on_gpu and is_lost(self.placement.device_id) else None
+            if on_gpu and isinstance(error, RuntimeError) and lost is None and not is_about_an_option(error):
                 raise _UnusableDeviceError(reason_of(error)) from error
             reason = missing_kernel(error) or reason_of(error)
-            raise ModelLoadError(f"{self.path}: ONNX Runtime refuses the model: {reason}") from error
+            raise ModelLoadError(f"{self.path}: ONNX Runtime refuses the model: {reason}") from (lost or error)
         return session
 
     def _register_operators(self, options: Any) -> None:

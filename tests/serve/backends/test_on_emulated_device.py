@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from tests.serve.cuda_emulator import cudnn_scenes, fault_scenes, memory_scenes, placement_scenes, scenes
+from tests.serve.cuda_emulator import cudnn_scenes, device_scenes, fault_scenes, memory_scenes, placement_scenes, scenes
 from tests.serve.cuda_emulator.conftest import DEVICES
 from tests.serve.cuda_emulator.library import NUMBER_OF_DEVICES, make_device
 
 pytestmark = pytest.mark.long
-MODULES = (scenes, memory_scenes, cudnn_scenes, placement_scenes, fault_scenes)
+MODULES = (scenes, memory_scenes, cudnn_scenes, placement_scenes, fault_scenes, device_scenes)
 FILES = [str(module.__file__) for module in MODULES]
 SCENES = [name for module in MODULES for name in vars(module) if name.startswith("test_")]
 
