@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
@@ -34,17 +35,23 @@ from tests.serve.backends.python.python_models import X_TO_Y, save_python_model,
 from tests.serve.cuda_emulator.conftest import DEVICES
 from tests.serve.cuda_emulator.copying_model import COLUMNS, log, rows, save
 from tests.serve.cuda_emulator.owner import owner
-from tests.serve.running_server import RunningServer, running_server
+from tests.serve.faults.test_worker_killed import HALFSERVE, PATIENT, started, worker_of
+from tests.serve.running_server import WAIT_S, RunningServer, running_server
 
 SIZE = 2 * COLUMNS * 4  # of a request of two rows
 SLOW = 1e6  # bytes a second, so that copies of a request take longer than handing the next one to another device
 
 
-def load_served(folder: Path, config: str = "") -> Model:
-    """The model that copies, as a server loads it."""
+def write_served(folder: Path, config: str = "") -> None:
+    """The model that copies, in a repository."""
     (folder / "m" / "1").mkdir(parents=True, exist_ok=True)
     save(folder / "m" / "1" / "model.onnx")
     (folder / "m" / "config.pbtxt").write_text(config)
+
+
+def load_served(folder: Path, config: str = "") -> Model:
+    """The model that copies, as a server loads it."""
+    write_served(folder, config)
     (files,) = find_models(folder)
     return load_model(files, OnnxRuntime(), DevicePlacement(), Defaults())
 
@@ -180,6 +187,30 @@ def test_a_lost_device_leaves_the_other_serving(tmp_path: Path, device: ctypes.C
         assert (first.restarts, second.restarts) == (0, 1)
         ask_many(client, 16)
         assert devices_in(log(device)) == {0, 1}
+
+
+def test_a_supervised_server_gets_a_lost_device_back(tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.version.cuda:
+        pytest.skip("this torch brings the real CUDA runtime along, which hides the emulated one")
+    models, fault = tmp_path / "models", tmp_path / "fault"
+    write_served(models)
+    monkeypatch.setenv("EMULATED_CUDA_FAULT", str(fault))
+    options = ("--supervise", "--require-gpu", "--no-http", "--grpc-port", str(free_port))
+    with started(*HALFSERVE, str(models), *options) as (process, _):
+        with Client(f"127.0.0.1:{free_port}", timeout_s=WAIT_S, retries=PATIENT) as client:
+            ask_many(client, 4)
+            first = worker_of(process)
+            (tmp_path / "written").write_text("1 999")
+            (tmp_path / "written").rename(fault)
+            while worker_of(process) == first:
+                ask_many(client, 4)
+            ask_many(client, 4)
+            assert list(client.model_config("m").instance_group[0].gpus) == [0, 1]
+        process.terminate()
+        _, errors = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, fault.exists()) == (0, False)
+    assert "m/1 instance 1: is taken out (the model failed on this request: CUDA failure 999" in errors
+    assert "exit code 75: its device was lost; the next one starts now" in errors
 
 
 @contextmanager
