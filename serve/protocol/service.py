@@ -111,6 +111,7 @@ class Service:
         if beside is None:
             self.observability = Observability(observe or ObserveOptions(), core, status_name)
             self.memory = SharedMemory(enabled=shared_memory, mode=shared_memory_mode)
+            self.memory.on_lost_device = core.on_lost_device
         else:
             self.observability, self.memory = beside.observability, beside.memory
         self.inference = Inference(core, self.memory)

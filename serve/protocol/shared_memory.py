@@ -5,8 +5,10 @@ A region is identified by its name, in system memory or on a CUDA device. Names 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
@@ -104,6 +106,7 @@ class SharedMemory:
     Attributes:
         enabled: whether clients may use shared memory.
         uses: number of unanswered requests that use a region, by the region's name; see `RegionUse`.
+        on_lost_device: called on the event loop with the error of a device that is lost to this process.
     """
 
     def __init__(self, *, enabled: bool, mode: SharedMemoryMode = SharedMemoryMode.SAFE) -> None:
@@ -115,6 +118,7 @@ class SharedMemory:
         self._regions: dict[str, SystemRegion | CudaRegion] = {}
         self._numbers: dict[str, int] = {}
         self.uses: dict[str, int] = {}
+        self.on_lost_device: Callable[[str], None] = lambda _: None
         self._bindings: list[RegionBinding] = []
 
     def register_system(self, name: str, key: str, offset: int, byte_size: int) -> None:
@@ -143,7 +147,13 @@ class SharedMemory:
             AlreadyExistsError: the name is taken.
         """
         self._check_new(name)
-        self._add(open_cuda_region(name, raw_handle, device_id, byte_size))
+        loop = asyncio.get_running_loop()
+
+        def on_lost_device(fault: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self.on_lost_device, fault)
+
+        self._add(open_cuda_region(name, raw_handle, device_id, byte_size, on_lost_device))
 
     def unregister(self, name: str, kind: type[Kind]) -> None:
         """Close a region of one kind; "" closes all of that kind. Unknown names are ignored.

@@ -9,11 +9,12 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from halfserve.serve.engine.cuda_driver import HANDLE_BYTES, CudaError, SharedDeviceMemory, cuda_driver
-from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, UnsupportedError, is_device_lost
+from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnavailableError, UnsupportedError
 
 FOLDER = "/dev/shm"  # noqa: S108  (where POSIX shared memory lives on Linux: shm_open(3))
 MAX_NAME_BYTES = 255  # most bytes of a file's name
@@ -197,6 +198,7 @@ class CudaRegion:
     device_id: int  # number of the CUDA device
     byte_size: int  # size of the region
     memory: SharedDeviceMemory  # the opened device memory
+    on_lost_device: Callable[[str], None]  # called, on any thread, with the error of a lost device
     mapping: None = None  # the host cannot address the memory
 
     def read_into(self, offset: int, target: memoryview) -> None:
@@ -204,28 +206,34 @@ class CudaRegion:
 
         Raises:
             InvalidArgumentError: the driver cannot read them.
-            BackendError: the device is lost.
+            UnavailableError: the device is lost.
         """
         try:
             self.memory.read_into(offset, target)
         except CudaError as error:
-            raise self._failure(error) from error
+            raise self._failure(error) from None
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Copy bytes into the region.
 
         Raises:
             InvalidArgumentError: the driver cannot write them.
-            BackendError: the device is lost.
+            UnavailableError: the device is lost.
         """
         try:
             self.memory.write(offset, bytes(data))
         except CudaError as error:
-            raise self._failure(error) from error
+            raise self._failure(error) from None
 
     def _failure(self, error: CudaError) -> InferenceError:
-        if is_device_lost(error):
-            return BackendError(f"the CUDA device was lost: {error}")
+        driver = cuda_driver()
+        if driver is not None and driver.is_lost(self.device_id):
+            # The request alone fails, because its model may compute on another device, which is well.
+            self.on_lost_device(str(error))
+            return UnavailableError(
+                f"CUDA device {self.device_id}, which holds shared memory region {self.name!r}, was lost to the server; send "
+                "the bytes, or register memory of another device"
+            )
         return InvalidArgumentError(
             f"CUDA shared memory region {self.name!r} cannot be reached: {error}; keep the memory until it is unregistered"
         )
@@ -236,10 +244,14 @@ def has_cuda() -> bool:
     return driver is not None and driver.device_count > 0
 
 
-def open_cuda_region(name: str, raw_handle: bytes, device_id: int, byte_size: int) -> CudaRegion:
-    """Raises:
-    UnsupportedError: there is no CUDA device. InvalidArgumentError: the handle is invalid, or the memory cannot be opened or is
-    smaller than the region.
+def open_cuda_region(
+    name: str, raw_handle: bytes, device_id: int, byte_size: int, on_lost_device: Callable[[str], None]
+) -> CudaRegion:
+    """Open a region on a CUDA device; `on_lost_device`: see `CudaRegion`.
+
+    Raises:
+        UnsupportedError: there is no CUDA device.
+        InvalidArgumentError: the handle is invalid, or the memory cannot be opened or is smaller than the region.
     """
     driver = cuda_driver()
     if driver is None or not (devices := driver.device_count):
@@ -259,4 +271,4 @@ def open_cuda_region(name: str, raw_handle: bytes, device_id: int, byte_size: in
     size = memory.byte_size
     if size is not None and byte_size > size:
         raise InvalidArgumentError(f"region {name!r} has {byte_size} bytes, its CUDA memory {size}; register less")
-    return CudaRegion(name=name, device_id=device_id, byte_size=byte_size, memory=memory)
+    return CudaRegion(name=name, device_id=device_id, byte_size=byte_size, memory=memory, on_lost_device=on_lost_device)

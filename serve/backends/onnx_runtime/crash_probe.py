@@ -203,8 +203,16 @@ class LoadTrial:
     @cached_property
     def key(self) -> str:
         """Key that is equal for trials with equal results; computing it reads the whole file, but not external weights."""
-        # This package's version is included because it changes models before they are loaded.
-        return verdict_key(self.path, [version("halfserve"), *self.circumstances, repr(sorted(self.request.items()))])
+        # This package's version is included because it changes models before they are loaded. The device's number is not: a
+        # model with a copy on each device is tried out once.
+        request = dict(self.request)
+        if "providers" in request:
+            request["providers"] = [(name, _without_device(options)) for name, options in request["providers"]]
+        return verdict_key(self.path, [version("halfserve"), *self.circumstances, repr(sorted(request.items()))])
+
+
+def _without_device(options: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in options.items() if key != "device_id"}
 
 
 def onnx_trial(path: Path, providers: list[tuple[str, dict[str, str]]], settings: SessionSettings) -> LoadTrial:

@@ -123,6 +123,13 @@ def wait_asleep(device_id: int) -> None:
         raise ModelLoadError(f"threads cannot sleep while they wait for CUDA device {device_id}: {error}") from error
 
 
+def is_lost(device_id: int) -> bool:
+    """Ask the device after an error, whose text may be that of a library which saw the fault first, such as cuBLAS."""
+    settle_thread(device_id)
+    driver = cuda_driver()
+    return driver is not None and driver.is_lost(device_id)
+
+
 def copies_of(device_id: int, *, by_driver: bool) -> RuntimeCopies:
     driver = cuda_driver() if by_driver else None
     return RuntimeCopies() if driver is None else DriverCopies(driver, device_id)
@@ -141,10 +148,8 @@ class DeviceSession:
         lock_buffers(self._device_id)
 
     def is_lost(self) -> bool:
-        """Ask the device after an error, whose text may be that of a library which saw the fault first, such as cuBLAS."""
-        settle_thread(self._device_id)
-        driver = cuda_driver()
-        return driver is not None and driver.is_lost(self._device_id)
+        """Ask the device after an error."""
+        return is_lost(self._device_id)
 
     def __del__(self) -> None:
         if self.is_lost():

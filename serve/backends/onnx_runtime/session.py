@@ -23,6 +23,7 @@ from halfserve.serve.backends.onnx_runtime.cuda import (
     RECORDING_LOCK,
     is_about_an_option,
     is_about_cudnn,
+    is_lost,
     missing_kernel,
     reason_of,
     settle_thread,
@@ -38,7 +39,7 @@ from halfserve.serve.backends.onnx_runtime.shared_weights import CONVOLUTIONS, f
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.cuda_driver import device_count
-from halfserve.serve.engine.errors import ModelLoadError, is_device_lost
+from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError
 from halfserve.serve.engine.resource_limits import fewer_cores, usable_cores
 
 logger = logging.getLogger(__name__)
@@ -247,10 +248,11 @@ class SessionOpener:
             # The runtime's exceptions have no common base class. RuntimeErrors concern providers, not models.
             if on_gpu and is_about_cudnn(error):
                 raise _UnusableDeviceError(why_no_cudnn() or reason_of(error)) from error
-            if on_gpu and isinstance(error, RuntimeError) and not (is_about_an_option(error) or is_device_lost(error)):
+            lost = InstanceLostError(reason_of(error)) if on_gpu and is_lost(self.placement.device_id) else None
+            if on_gpu and isinstance(error, RuntimeError) and lost is None and not is_about_an_option(error):
                 raise _UnusableDeviceError(reason_of(error)) from error
             reason = missing_kernel(error) or reason_of(error)
-            raise ModelLoadError(f"{self.path}: ONNX Runtime refuses the model: {reason}") from error
+            raise ModelLoadError(f"{self.path}: ONNX Runtime refuses the model: {reason}") from (lost or error)
         missed = why_not_without_cudnn(session) if on_gpu else None
         if missed is not None:
             raise _UnusableDeviceError(missed)

@@ -20,6 +20,7 @@ from halfserve.serve.engine.backend import PYTHON, DevicePlacement, ModelInterfa
 from halfserve.serve.engine.config.model_config import ENVIRONMENT, DeclaredConfig
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.config.sequence_batching import sequence_tensors
+from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.disk_files import read_regular_text
 from halfserve.serve.engine.errors import MAX_TEXT, InstanceLostError, ModelLoadError, cut
 from halfserve.serve.engine.model_calls import ModelCalls
@@ -190,7 +191,7 @@ def _with_numbers(content: dict[str, Any], descriptor: Any) -> dict[str, Any]:
 
 def _arguments(model: PythonModel, config: ModelConfig, placement: DevicePlacement) -> dict[str, str]:
     """Arguments of `initialize`."""
-    on_gpu = placement.require_gpu
+    on_gpu = placement.require_gpu or (placement.use_gpu and placement.device_id < device_count())
     return {
         "model_config": _json(config),
         "model_instance_kind": "GPU" if on_gpu else "CPU",

@@ -14,7 +14,7 @@ from typing import Any, Final
 from google.protobuf import json_format, text_format
 
 from halfserve.protos.datatypes import BY_CONFIG
-from halfserve.protos.model_config_pb2 import ModelConfig, ModelInstanceGroup
+from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import KINDS, ONNX, OPENVINO_BACKEND, PYTHON, ModelInterface, ModelKind, asked_kinds
 from halfserve.serve.engine.config.sequence_batching import complete_sequences
 from halfserve.serve.engine.disk_files import read_regular_text
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 
 A_NUMBER: Final = (1,)  # dims of a tensor without dimensions: Triton has no empty ones, nor a reshape to them
-MAX_COPIES = 1000  # most copies of one model; each has a thread
 # Parts of the keys of CUDA and TensorRT provider options whose values are paths, libraries or addresses.
 NAMING_FILES = ("path", "prefix", "table_name", "external", "bytestream", "user_compute_stream")
 ENVIRONMENT = "EXECUTION_ENV_PATH"  # names the interpreter of a Python model
@@ -305,38 +304,6 @@ def client_interface(config: ModelConfig, interface: ModelInterface) -> ModelInt
         most_rows=interface.most_rows,
         open_ended=interface.open_ended,
     )
-
-
-def instances(config: ModelConfig) -> list[tuple[str, int]]:
-    """Return one entry per copy of the model to load: ("gpu" | "cpu" | "auto", device).
-
-    Raises:
-        ModelLoadError: a group has an invalid number of copies or device.
-    """
-    kinds = {ModelInstanceGroup.KIND_GPU: "gpu", ModelInstanceGroup.KIND_CPU: "cpu"}
-    copies: list[tuple[str, int]] = []
-    for group in config.instance_group:
-        if not 0 <= group.count <= MAX_COPIES:
-            raise ModelLoadError(
-                f"model {config.name!r}: instance_group has count {group.count}, expected 1 to {MAX_COPIES}, or 0 for 1"
-            )
-        if min(group.gpus, default=0) < 0:
-            raise ModelLoadError(f"model {config.name!r}: instance_group has gpus {list(group.gpus)}, expected 0 or more")
-        kind = kinds.get(group.kind, "auto")
-        if kind == "cpu" and group.gpus:
-            raise ModelLoadError(
-                f"model {config.name!r}: instance_group has kind KIND_CPU and gpus {list(group.gpus)}, expected one of them; "
-                "for several copies on the CPU set count"
-            )
-        devices = group.gpus or [0]
-        total = len(copies) + len(devices) * max(1, group.count)
-        if total > MAX_COPIES:
-            raise ModelLoadError(
-                f"model {config.name!r}: its instance_groups ask for {total} or more copies, expected {MAX_COPIES} at most"
-            )
-        for device in devices:
-            copies += [(kind, device)] * max(1, group.count)
-    return copies or [("auto", 0)]
 
 
 def config_from_json(text: str, folder: Path) -> DeclaredConfig:

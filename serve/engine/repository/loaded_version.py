@@ -15,16 +15,17 @@ from halfserve.protos.pictures import PREPROCESSING, PicturePreparation
 from halfserve.serve.engine.backend import ENSEMBLE, PYTHON, Backend, DevicePlacement, ModelInterface, ModelKind, Runtime
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.batching import batch_limits
+from halfserve.serve.engine.config.instance_groups import complete_groups, load_copies
 from halfserve.serve.engine.config.model_config import (
     DeclaredConfig,
     Defaults,
     client_interface,
     complete_config,
-    instances,
     read_config,
 )
 from halfserve.serve.engine.config.parameters import TASK, check_own_parameters, drop_reported
 from halfserve.serve.engine.config.sequence_batching import SequencePlan
+from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.disk_files import UnchangedFiles, read_regular, read_regular_text
 from halfserve.serve.engine.ensembles.composition import EnsembleComposition
 from halfserve.serve.engine.ensembles.graph import dependency_order, ensemble_specs, read_graph, step_models
@@ -46,7 +47,7 @@ from halfserve.serve.engine.repository.model_repository import (
     require_inside,
 )
 from halfserve.serve.engine.repository.runtime_views import batch_first, declared_outputs, with_constants
-from halfserve.serve.engine.sequences.sequence_loading import client_view, read_plan, sequence_scheduler
+from halfserve.serve.engine.sequences.sequence_loading import client_view, keeps_sequences, read_plan, sequence_scheduler
 from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 from halfserve.serve.engine.whole_requests import DecoupledRequests, WholeRequests
 
@@ -187,13 +188,18 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
     config = complete_config(files.config, shown, name=files.name, defaults=defaults)
     has_rows = (own is None or own.has_rows) and ragged is None  # whether requests have rows that batches join
     drop_reported(config)
-    copies = instances(config)
-    sequences = None
-    if config.HasField("sequence_batching"):
-        sequences = read_plan(files.config, config, interface, len(copies), lambda *named: _read_state(files.config, *named))
-    places = [_place(placement, kind, device) for kind, device in copies]
+    groups = complete_groups(config, placement, device_count(), on_one_device=keeps_sequences(config, interface))
+
+    def plan() -> SequencePlan | None:
+        if not config.HasField("sequence_batching"):
+            return None
+        copies = sum(group.copies for group in groups)
+        return read_plan(files.config, config, interface, copies, lambda *named: _read_state(files.config, *named))
+
+    plan()  # refuses a plan before the copies are loaded
     pause()
-    backends = [runtime.load(files.model, interface, place, config) for place in places]
+    backends, places = load_copies(groups, placement, lambda place: runtime.load(files.model, interface, place, config))
+    sequences = plan()
     config.parameters["halfserve.provider"].string_value = backends[0].provider
     config.parameters["halfserve.precision"].string_value = backends[0].precision
     pause()
@@ -262,13 +268,6 @@ def _read_state(declared: DeclaredConfig, name: str, what: str) -> bytes:
         return read_regular(path)
     except OSError as error:
         raise ModelLoadError(f"{what} {name!r}: cannot read {STATE_FOLDER}/{name}: {error.strerror}") from None
-
-
-def _place(placement: DevicePlacement, kind: str, device: int) -> DevicePlacement:
-    use_gpu = placement.use_gpu and kind != "cpu"
-    return replace(
-        placement, use_gpu=use_gpu, require_gpu=use_gpu and (placement.require_gpu or kind == "gpu"), device_id=device
-    )
 
 
 def _take_whole_requests(model: Model) -> None:

@@ -44,7 +44,7 @@ def read_plan(
         ModelLoadError: the configuration contradicts the model, or asks for something unsupported.
     """
     plan = sequence_plan(config, interface, source=declared.source, copies=copies, read=read)
-    if copies > 1 and not plan.states and not plan.is_iterative and interface.kind is not ONNX:
+    if copies > 1 and keeps_sequences(config, interface):
         raise ModelLoadError(
             f"{declared.source}: sequence_batching has no state, so the model may keep it in its instance, and instance_group "
             f"asks for {copies}; set count: 1, or hand the state over in state"
@@ -56,6 +56,13 @@ def read_plan(
             "CONTROL_SEQUENCE_READY); remove it"
         )
     return plan
+
+
+def keeps_sequences(config: ModelConfig, interface: ModelInterface) -> bool:
+    """Return whether a copy of the model may keep sequences in itself, so that there can be only one copy."""
+    batching = config.sequence_batching
+    declares_all = bool(batching.state) or batching.iterative_sequence or interface.kind is ONNX
+    return config.HasField("sequence_batching") and not declares_all
 
 
 def sequence_scheduler(model: Model, plan: SequencePlan) -> Scheduler:

@@ -16,6 +16,7 @@ import pytest
 from tests.serve.cuda_emulator import (
     conversion_scenes,
     cudnn_scenes,
+    device_scenes,
     fault_scenes,
     memory_scenes,
     placement_scenes,
@@ -27,7 +28,11 @@ from tests.serve.cuda_emulator.library import NUMBER_OF_DEVICES, make_device
 
 pytestmark = pytest.mark.long
 # Modules whose scenes run in one process, in turn.
-GROUPS = ((scenes, memory_scenes, cudnn_scenes, placement_scenes, trial_scenes, fault_scenes), (conversion_scenes,))
+GROUPS = (
+    (scenes, memory_scenes, cudnn_scenes, placement_scenes),
+    (trial_scenes, fault_scenes, device_scenes),
+    (conversion_scenes,),
+)
 SCENES = [
     (at, name) for at, group in enumerate(GROUPS) for module in group for name in vars(module) if name.startswith("test_")
 ]

@@ -1,7 +1,8 @@
 /* The emulated devices: memory, faults, the time that copies take, and the streams that record.
  *
  * A process has EMULATED_CUDA_DEVICES devices (1 unless it says more), of which CUDA_VISIBLE_DEVICES hides some. Each thread has a
- * stack of contexts, as in CUDA: cudaSetDevice replaces the topmost one. Memory, streams, events and faults belong to a device.
+ * stack of contexts, as in CUDA: cudaSetDevice replaces the topmost one. Memory, streams, events and faults belong to a device. A
+ * file of the name EMULATED_CUDA_FAULT, "DEVICE CODE", is a fault of the process that sees it first.
  *
  * Copies from and to locked memory happen when their stream is waited for, at the last possible moment. With a rate
  * (emulated_copy_rate) they take time: each device has one copy engine a direction, and a copy from pageable memory blocks its
@@ -15,6 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { LOG_BYTES = 1 << 20, MAX_DEPTH = 8, MAX_RANGES = 256 };
 static const int64_t SECOND_NS = 1000000000;
@@ -154,9 +156,19 @@ int emulated_seen(int device) {
     return emulated_failure(device);
 }
 
+static void take_fault(void) {
+    int device, code;
+    const char *path = getenv("EMULATED_CUDA_FAULT");
+    FILE *file = path ? fopen(path, "r") : NULL;
+    if (!file) return;
+    if (fscanf(file, "%d %d", &device, &code) == 2 && emulated_context(device) && !unlink(path)) devices[device].armed = code;
+    fclose(file);
+}
+
 int emulated_work(Stream *stream) {
     Device *d = devices + stream->device;
     int code = emulated_failure(stream->device);
+    take_fault();
     pthread_mutex_lock(&lock);
     if (d->armed && !stream->capturing) d->pending = d->armed, d->armed = 0;
     pthread_mutex_unlock(&lock);

@@ -31,14 +31,17 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int is_up, made, refuses_locking, refuses_peers;
 
 /* The error of a call that needs a context: none is there, the device is lost, or a stream records. */
-static int refused(const char *name) { return emulated_top() ? emulated_is_refused(name, 0) : INVALID_CONTEXT; }
+static int refused(const char *name) {
+    int code = emulated_top() ? emulated_is_refused(name, 0) : INVALID_CONTEXT;
+    return code == OLD_DRIVER ? OK : code; /* which is what the runtime says of its driver */
+}
 
 /* The same of a call that waits for the device. */
 static int waits(const char *name) {
     int code = refused(name), device = emulated_current();
     if (!code) code = emulated_legacy(device);
     if (!code) emulated_finish_device(device), code = emulated_seen(device);
-    return code;
+    return code == OLD_DRIVER ? OK : code;
 }
 
 static Block *block_at(uint64_t pointer, size_t size) {

@@ -1,6 +1,6 @@
 """A process that owns memory on a device and lets others open it, as a client does.
 
-python -m tests.serve.cuda_emulator.owner LIBRARY BYTES
+python -m tests.serve.cuda_emulator.owner LIBRARY BYTES DEVICE
 
 Prints the memory's handle in hexadecimal digits, then answers lines: `read OFFSET BYTES` with what lies there, `write OFFSET
 DIGITS` with an empty line. Ends at the end of its input.
@@ -51,14 +51,14 @@ class Owner:
 
 
 @contextmanager
-def owner(library: str, size: int) -> Iterator[Owner]:
-    """A process that owns `size` bytes on the first device of a driver."""
-    command = [sys.executable, "-m", __name__, library, str(size)]
+def owner(library: str, size: int, device_id: int = 0) -> Iterator[Owner]:
+    """A process that owns `size` bytes on a device of a driver."""
+    command = [sys.executable, "-m", __name__, library, str(size), str(device_id)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Owner(process)  # leaving closes its input
 
 
-def main(library: str, size: int) -> None:
+def main(library: str, size: int, device_id: int) -> None:
     """Own memory until the input ends."""
     driver = ctypes.CDLL(library)
     device, context, pointer = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
@@ -73,7 +73,7 @@ def main(library: str, size: int) -> None:
         assert code == 0, f"{name} gave {code}"
 
     call("cuInit", 0)
-    call("cuDeviceGet", ctypes.byref(device), 0)
+    call("cuDeviceGet", ctypes.byref(device), device_id)
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     call("cuCtxPushCurrent_v2", context)
     call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size))
@@ -94,4 +94,4 @@ def main(library: str, size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -218,6 +218,8 @@ def test_a_verdict_holds_for_the_same_content_and_circumstances_only(tmp_path: P
         onnx_trial(save_picky(tmp_path / "n.onnx"), cpu, SessionSettings()).key,
     }
     assert len(keys) == 4
+    second_device: Providers = [("CUDAExecutionProvider", {"device_id": "1"})]
+    assert onnx_trial(path, second_device, SessionSettings()).key in keys, "a copy on each device is one trial"
     copied = tmp_path / "copy.onnx"
     copied.write_bytes(path.read_bytes())
     assert onnx_trial(copied, cpu, parallel).key in keys

@@ -46,16 +46,20 @@ def save_python_model(root: Path, name: str, code: str = TWICE, config: str | No
     return path
 
 
-def load(root: Path, runtimes: Runtimes) -> list[Model]:
-    return [load_model(files, runtimes, ON_CPU, Defaults()) for files in find_models(root)]
+def load(root: Path, runtimes: Runtimes, placement: DevicePlacement = ON_CPU) -> list[Model]:
+    return [load_model(files, runtimes, placement, Defaults()) for files in find_models(root)]
 
 
 @contextmanager
 def serving(
-    root: Path, make_transport: MakeTransport = Nghttp2Server, *, forwarded: ForwardedHeaders | None = None
+    root: Path,
+    make_transport: MakeTransport = Nghttp2Server,
+    *,
+    forwarded: ForwardedHeaders | None = None,
+    placement: DevicePlacement = ON_CPU,
 ) -> Iterator[RunningServer]:
     """A server on the models in `root`, which may call each other."""
     runtimes = Runtimes(trust=Trust(python_models=True))
-    with running_server(lambda: load(root, runtimes), make_transport, forwarded=forwarded) as running:
+    with running_server(lambda: load(root, runtimes, placement), make_transport, forwarded=forwarded) as running:
         running.call(lambda: runtimes.connect(ModelCalls(running.core)))
         yield running

@@ -10,7 +10,7 @@ from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import ModelInterface
 from halfserve.serve.engine.config.batching import batch_limits
-from halfserve.serve.engine.config.model_config import Defaults, client_interface, complete_config, instances, read_config
+from halfserve.serve.engine.config.model_config import Defaults, client_interface, complete_config, read_config
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.tensors import TensorSpec
 
@@ -221,33 +221,3 @@ def test_a_reshape_that_changes_the_count_is_refused(tmp_path: Path, sizes: str)
     text = f'max_batch_size: 4 input [{{name: "x" data_type: TYPE_FP32 {sizes}}}]'
     with pytest.raises(ModelLoadError, match="expected sizes of 1 or more, equally many"):
         complete(tmp_path, text, SCALARS)
-
-
-def test_instances_follow_the_groups(tmp_path: Path) -> None:
-    assert instances(complete(tmp_path, None)) == [("auto", 0)]
-    groups = "instance_group [{ count: 2 kind: KIND_CPU }, { kind: KIND_GPU gpus: [0, 1] }]"
-    assert instances(complete(tmp_path, groups)) == [("cpu", 0), ("cpu", 0), ("gpu", 0), ("gpu", 1)]
-
-
-def test_instance_groups_share_one_bound_of_copies(tmp_path: Path) -> None:
-    def groups(count: int) -> str:
-        return "instance_group { count: 10 kind: KIND_CPU }" * count
-
-    assert len(instances(complete(tmp_path, groups(100)))) == 1000
-    with pytest.raises(ModelLoadError, match="model 'm': its instance_groups ask for 1010 or more copies, expected 1000"):
-        instances(complete(tmp_path, groups(101)))
-
-
-@pytest.mark.parametrize(
-    ("group", "message"),
-    [
-        ("count: -3", "model 'm': instance_group has count -3, expected 1 to 1000, or 0 for 1"),
-        ("count: 2147483647", "instance_group has count 2147483647, expected 1 to 1000"),
-        ("count: 1000 gpus: [0, 1]", "instance_groups ask for 2000 or more copies, expected 1000 at most"),
-        ("gpus: [0, -3]", r"model 'm': instance_group has gpus \[0, -3\], expected 0 or more"),
-        ("kind: KIND_CPU gpus: [0, 1]", r"model 'm': instance_group has kind KIND_CPU and gpus \[0, 1\], expected one of them"),
-    ],
-)
-def test_copies_and_devices_that_cannot_be_are_refused(tmp_path: Path, group: str, message: str) -> None:
-    with pytest.raises(ModelLoadError, match=message):
-        instances(complete(tmp_path, f"instance_group {{ {group} }}"))
