@@ -59,7 +59,7 @@ class Verification(VerificationOptions, SearchOptions):
         task: Judges the first output in the terms of the model's task; by default its rows' argmax counts.
         key: Signs the certificate; None leaves it unsigned.
         target_device: Where the model shall run. For "cuda" and "any", bfloat16 nodes for which ONNX Runtime has no CUDA kernel
-            stay float32, as it refuses a model with such a node.
+            stay float32, as it refuses a model with such a node. "cuda" spells out SiLU, whose fused kernel rounds inside.
         precisions: Types to judge the converted model in besides its own; see `halfserve.verify`.
         lengths: Sizes to try beside the samples', where `adversarial`; found with the float32 model by default.
     """
@@ -186,7 +186,7 @@ def convert(
             does, else searches in the one that is nearer to its budget. bfloat16 comes first where the weights are
             such numbers.
         target_device: Where the model shall run. For "cuda" and "any", bfloat16 nodes for which ONNX Runtime has no CUDA kernel
-            stay float32, as it refuses a model with such a node.
+            stay float32, as it refuses a model with such a node. "cuda" spells out SiLU, whose fused kernel rounds inside.
         precisions: Types to judge the file in beside its own. A server may compute it in each that passed; one that did not
             is recorded in the certificate (`not_proved`), and the file is written all the same.
         search: Whether to search for nodes that must stay float32.
@@ -378,6 +378,7 @@ def _verified(
         adversarial=verification.adversarial,
         source=done.source,
         accumulators=verification.accumulators,
+        target_device=done.conversion.report.target_device,
         placement=None if isinstance(placement, str) else placement.to_json(),
         notes=(*samples.notes, *verification.notes),
         task=verification.task,

@@ -34,6 +34,7 @@ MODULES = (
     "engine.execution.memory_limit",
     "engine.execution.output_backlog",
     "engine.execution.short_batches",
+    "engine.execution.staging",
     "engine.inference_core",
     "engine.model",
     "engine.model_statistics",

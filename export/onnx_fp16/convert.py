@@ -192,7 +192,7 @@ def convert_float_to_float16(
         upgrade_opset: Whether to raise the model's opset first, see `halfserve.export.onnx_fp16.opset_upgrade.upgrade_opset`.
         dtype: The type to convert to, "float16" or "bfloat16".
         target_device: Where the model shall run. For "cuda" and "any", bfloat16 nodes for which ONNX Runtime has no CUDA kernel
-            stay float32, as it refuses a model with such a node.
+            stay float32, as it refuses a model with such a node. "cuda" spells out SiLU, whose fused kernel rounds inside.
 
     Returns:
         A new model. For models over 2 GiB use `halfserve.export.onnx_fp16.convert.convert_file`.

@@ -1,9 +1,10 @@
-"""Joins the inputs of a batch from those of its requests, in buffers of the thread that computes it."""
+"""Joins the inputs of a batch from those of its requests, in buffers that further batches reuse."""
 
 from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -12,11 +13,70 @@ import numpy as np
 from halfserve.serve.engine.backend import Backend
 from halfserve.serve.engine.cuda_driver import Buffer, batch_buffer
 from halfserve.serve.engine.padding.padding import Padding
+from halfserve.serve.engine.padding.ragged import Ragged
+from halfserve.serve.engine.queueing.pace import padded_rows
 from halfserve.serve.engine.requests import InferRequest, RawInputs
-from halfserve.serve.engine.tensors import Array
+from halfserve.serve.engine.tensors import Array, Tensors
 
 # From this size on, the page faults of fresh memory cost more than the copy into it.
 SCRATCH_BYTES: Final = 65_536
+
+
+class GatheredBatch:
+    """The inputs of a batch, joined.
+
+    Attributes:
+        inputs: inputs by name.
+        rows: rows of the batch, including padded ones.
+        length: length to which requests of different lengths were padded; 0 if nothing needed padding.
+        started: time at which the batch's turn came, in nanoseconds on time.monotonic_ns()'s clock.
+    """
+
+    __slots__ = ("inputs", "length", "rows", "started")
+
+    def __init__(self, inputs: Tensors, rows: int, length: int, started: int) -> None:
+        self.inputs = inputs
+        self.rows = rows
+        self.length = length
+        self.started = started
+
+
+def gather(
+    backend: Backend,
+    requests: list[InferRequest],
+    padded_sizes: Sequence[int] = (),
+    padding: Padding | None = None,
+    ragged: Ragged | None = None,
+) -> GatheredBatch:
+    """Join the inputs of requests; see `run_batch` for the arguments.
+
+    Raises:
+        InferenceError: bytes in shared memory cannot be read.
+    """
+    started = time.monotonic_ns()
+    if ragged is not None:
+        return GatheredBatch(_ragged_inputs(backend, requests, ragged), 0, 0, started)
+    rows = requests[0].rows if len(requests) == 1 else sum([request.rows for request in requests])
+    if padded_sizes:
+        rows = padded_rows(rows, padded_sizes)
+    length = 0 if padding is None else padding.common_length(requests)
+    inputs: Tensors
+    if padding is None or not length:
+        inputs = {name: assemble(requests, name, backend.compute_dtype(name), rows) for name in requests[0].inputs}
+    else:
+        inputs = padded_inputs(backend, requests, rows, length, padding)
+    if padded_sizes:
+        inputs = {name: pad_rows(array, rows) for name, array in inputs.items()}
+    return GatheredBatch(inputs, rows, length, started)
+
+
+def _ragged_inputs(backend: Backend, requests: list[InferRequest], ragged: Ragged) -> Tensors:
+    inputs: dict[str, Array] = {}
+    for name in requests[0].inputs:
+        dtype = backend.compute_dtype(name)
+        inputs[name] = ragged.joined(requests, name, dtype) if name in ragged.inputs else assemble(requests, name, dtype)
+    inputs.update(ragged.made_inputs(requests))
+    return inputs
 
 
 def assemble(requests: Sequence[InferRequest], name: str, dtype: np.dtype[Any], padded: int = 0) -> Array:
@@ -29,8 +89,8 @@ def assemble(requests: Sequence[InferRequest], name: str, dtype: np.dtype[Any], 
         padded: number of rows that the batch will be padded to; see `pad_rows`.
 
     Returns:
-        All rows, with the padding if it costs no copy. The memory may be that of a single request, or be reused by this
-        thread's next batch.
+        All rows, with the padding if it costs no copy. The memory may be that of a single request, or be reused by the next
+        batch in this thread's buffers.
 
     Raises:
         InferenceError: bytes in shared memory cannot be read.
@@ -67,7 +127,7 @@ def _gathered(sources: Sequence[RawInputs], name: str, rows: int, dtype: np.dtyp
     sizes = [source.size(name) for source in sources]
     total = sum(sizes)
     row_bytes, added = (total // rows, padded - rows) if padded > rows else (0, 0)
-    buffer = _scratch().of(name, total + added * row_bytes)
+    buffer = _buffers().of(name, total + added * row_bytes)
     view, start = buffer.data, 0
     for source, size in zip(sources, sizes, strict=True):
         source.copy_into(name, view[start : start + size])
@@ -82,16 +142,17 @@ def _empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     size = math.prod(shape) * dtype.itemsize
     if size < SCRATCH_BYTES:
         return np.empty(shape, dtype)
-    return _scratch().of(name, size)[:size].view(dtype).reshape(shape)
+    return _buffers().of(name, size)[:size].view(dtype).reshape(shape)
 
 
-def lock_buffers(device_id: int) -> None:
-    """Page-lock the buffers that this thread makes from now on, if possible, for copies to a CUDA device."""
-    _scratch().device_id = device_id
+class BatchBuffers:
+    """Buffers for one batch at a time, by input. Each is as large as the largest batch so far. Used by one thread at a time.
 
+    Attributes:
+        device_id: CUDA device for which new buffers are page-locked, if possible; None for pageable memory.
+    """
 
-class _Scratch:
-    """A thread's buffers, by input. Each is as large as the largest batch so far."""
+    __slots__ = ("_buffers", "device_id")
 
     def __init__(self) -> None:
         self.device_id: int | None = None
@@ -108,18 +169,28 @@ class _Scratch:
     def _new(self, name: str, size: int) -> Buffer:
         if self.device_id is None:
             return np.empty(size, np.uint8)
-        self._buffers.pop((name, None), None)  # made before the thread's first batch on the device
+        self._buffers.pop((name, None), None)  # made before the first batch on the device
         return batch_buffer(size, self.device_id)
 
 
-_of_thread: Final = threading.local()  # holds a _Scratch for each thread
+_of_thread: Final = threading.local()  # holds a BatchBuffers for each thread
 
 
-def _scratch() -> _Scratch:
-    scratch: _Scratch | None = getattr(_of_thread, "scratch", None)
-    if scratch is None:
-        scratch = _of_thread.scratch = _Scratch()
-    return scratch
+def use_buffers(buffers: BatchBuffers) -> None:
+    """Join this thread's batches in these buffers from now on."""
+    _of_thread.buffers = buffers
+
+
+def _buffers() -> BatchBuffers:
+    buffers: BatchBuffers | None = getattr(_of_thread, "buffers", None)
+    if buffers is None:
+        buffers = _of_thread.buffers = BatchBuffers()
+    return buffers
+
+
+def lock_buffers(device_id: int) -> None:
+    """Page-lock the buffers that this thread makes from now on, if possible, for copies to a CUDA device."""
+    _buffers().device_id = device_id
 
 
 def pad_rows(array: Array, rows: int) -> Array:
@@ -154,7 +225,7 @@ def padded_inputs(
         padding: gives the padded axes and their values.
 
     Returns:
-        All rows of each input. The memory may be reused by this thread's next batch.
+        All rows of each input. The memory may be reused by the next batch in this thread's buffers.
 
     Raises:
         InferenceError: bytes in shared memory cannot be read.

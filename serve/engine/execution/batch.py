@@ -11,16 +11,15 @@ import numpy as np
 
 from halfserve.serve.engine.backend import Backend
 from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, is_device_lost
-from halfserve.serve.engine.execution.assembly import SCRATCH_BYTES, assemble, pad_rows, padded_inputs
+from halfserve.serve.engine.execution.assembly import SCRATCH_BYTES, GatheredBatch, assemble, gather
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance, dependent_output
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
 from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.padding.ragged import Ragged
 from halfserve.serve.engine.precision_guard.guard import GuardVerdict, PrecisionGuard
-from halfserve.serve.engine.queueing.pace import padded_rows
 from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest, RawInputs, RemarkedAnswer
-from halfserve.serve.engine.tensors import Array, Tensors
+from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +107,7 @@ def run_batch(
     invariance: BatchInvariance | None = None,
     padding: Padding | None = None,
     ragged: Ragged | None = None,
+    gathered: GatheredBatch | None = None,
 ) -> list[Answered | Failed]:
     """Run requests together; if that fails, bisect until only the requests that cannot be computed have failed.
 
@@ -120,6 +120,7 @@ def run_batch(
         invariance: decides whether they may be computed together; None if they may, or if there is one request.
         padding: pads requests of different lengths.
         ragged: joins requests of different shapes, which are neither padded nor guarded.
+        gathered: the requests as `gather` has joined them; None joins them here.
 
     Raises:
         InstanceLostError: this copy of the model is broken; none of the requests has an answer.
@@ -130,9 +131,10 @@ def run_batch(
         return [result for results in apart for result in results]
 
     def together(some: list[InferRequest]) -> list[Answered | Failed]:
+        ready = gathered if some is requests else None
         if ragged is not None:
-            return _run_ragged(backend, some, ragged)
-        return _run_together(backend, some, guard, memory, padded_sizes, invariance, padding)
+            return _run_ragged(backend, some, ragged, ready)
+        return _run_together(backend, some, guard, memory, padded_sizes, invariance, padding, ready)
 
     return _isolate(together, requests, invariance, one_is_bad=False)
 
@@ -254,20 +256,12 @@ def _run_together(
     padded_sizes: Sequence[int],
     invariance: BatchInvariance | None,
     padding: Padding | None,
+    gathered: GatheredBatch | None = None,
 ) -> list[Answered | Failed]:
     is_unsafe = invariance is not None and not invariance.is_safe  # requests of an unsafe model are neither padded nor split
-    started = time.monotonic_ns()
-    rows = requests[0].rows if len(requests) == 1 else sum([request.rows for request in requests])
-    if padded_sizes and not is_unsafe:
-        rows = padded_rows(rows, padded_sizes)
-    length = 0 if padding is None or is_unsafe else padding.common_length(requests)
-    inputs: Tensors
-    if padding is None or not length:
-        inputs = {name: assemble(requests, name, backend.compute_dtype(name), rows) for name in requests[0].inputs}
-    else:
-        inputs = padded_inputs(backend, requests, rows, length, padding)
-    if padded_sizes and not is_unsafe:
-        inputs = {name: pad_rows(array, rows) for name, array in inputs.items()}
+    if gathered is None:
+        gathered = gather(backend, requests) if is_unsafe else gather(backend, requests, padded_sizes, padding)
+    inputs, rows, length = gathered.inputs, gathered.rows, gathered.length
     assembled = time.monotonic_ns()
     outputs = backend.run(inputs) if memory is None else memory.run(backend, inputs, 1 if is_unsafe else rows)
     computed = time.monotonic_ns()
@@ -282,22 +276,20 @@ def _run_together(
         answers = _take_apart(outputs, requests, rows)
     else:
         answers = padding.answers(outputs, requests, rows, length)
-    times = BatchTimes(started=started, assembled=assembled, computed=computed, split=time.monotonic_ns())
+    times = BatchTimes(started=gathered.started, assembled=assembled, computed=computed, split=time.monotonic_ns())
     return [Answered(requests, answers, times)] if verdict is None else _judged(verdict, requests, answers, times)
 
 
-def _run_ragged(backend: Backend, requests: list[InferRequest], ragged: Ragged) -> list[Answered | Failed]:
-    started = time.monotonic_ns()
-    inputs: dict[str, Array] = {}
-    for name in requests[0].inputs:
-        dtype = backend.compute_dtype(name)
-        inputs[name] = ragged.joined(requests, name, dtype) if name in ragged.inputs else assemble(requests, name, dtype)
-    inputs.update(ragged.made_inputs(requests))
+def _run_ragged(
+    backend: Backend, requests: list[InferRequest], ragged: Ragged, gathered: GatheredBatch | None
+) -> list[Answered | Failed]:
+    if gathered is None:
+        gathered = gather(backend, requests, ragged=ragged)
     assembled = time.monotonic_ns()
-    outputs = backend.run(inputs)
+    outputs = backend.run(gathered.inputs)
     computed = time.monotonic_ns()
     answers = ragged.answers(outputs, requests)
-    times = BatchTimes(started=started, assembled=assembled, computed=computed, split=time.monotonic_ns())
+    times = BatchTimes(started=gathered.started, assembled=assembled, computed=computed, split=time.monotonic_ns())
     return [Answered(requests, answers, times)]
 
 

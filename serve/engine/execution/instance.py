@@ -19,12 +19,14 @@ from typing import Final
 from halfserve.serve.engine.backend import CALLING_PROVIDERS, Backend, RequestBackend
 from halfserve.serve.engine.background_threads import Worker
 from halfserve.serve.engine.errors import InferenceError, InstanceLostError, UnavailableError, is_device_lost
+from halfserve.serve.engine.execution.assembly import BatchBuffers, GatheredBatch, gather, use_buffers
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch, run_one
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.failure_log import FailureLog
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
 from halfserve.serve.engine.execution.output_backlog import BACKLOG, LARGE_BYTES
 from halfserve.serve.engine.execution.request_batch import PendingAnswers, Rescheduled, run_requests
+from halfserve.serve.engine.execution.staging import StagedBatch, Staging, is_worth_staging
 from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.padding.ragged import Ragged
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
@@ -119,8 +121,10 @@ class _Job:
     loop: asyncio.AbstractEventLoop
     requests: list[InferRequest]
     finished: Finished
+    buffers: BatchBuffers  # where its inputs are joined
+    staged: StagedBatch | None = None  # None if it is gathered when its turn comes
     looks: int = 0
-    computed: bool = False
+    results: Results | None = None  # None until it has been computed
     fault: str | None = None
     is_behind: bool = False  # whether another batch was there when it was submitted
     begun_ns: int = 0  # when it was handed to a backend that begins batches on the loop; 0 for others
@@ -137,6 +141,7 @@ class Instance:
     """Runs batches one after the other, as long as it is up. Used on the event loop only.
 
     It takes the next batch while one runs, so that its thread need not wait until the event loop has seen the end of the first.
+    A second thread gathers the next batch meanwhile, if that is large.
 
     Attributes:
         name: "name/version instance number".
@@ -162,6 +167,7 @@ class Instance:
         self._how = how
         self._is_plain = not how.padded_sizes and how.padding is None and how.ragged is None  # a lone request stays as it is
         self._worker = Worker(f"instance-{number}")
+        self._staging = Staging(f"staging-{number}")
         self._left_behind = False  # whether the thread was abandoned, so that a new one is needed before the next job
         self._loop: asyncio.AbstractEventLoop | None = None  # kept because get_running_loop() makes a system call
         self._jobs: deque[_Job] = deque()  # the running job comes first
@@ -190,9 +196,16 @@ class Instance:
     @property
     def next_requests(self) -> list[InferRequest]:
         """The requests that wait here for the end of the running batch."""
-        if not self._jobs or self._jobs[0].computed:  # the thread has begun the next batch
+        if not self._jobs or self._jobs[0].results is not None:  # the thread has begun the next batch
             return []
         return [request for job in islice(self._jobs, 1, None) for request in job.requests]
+
+    def settle(self, settled: Callable[[Backend], None]) -> None:
+        """Call `settled` with the backend on the thread that computes batches, and wait for its end; its errors pass through.
+
+        For the loader's thread, before the first batch: runtimes keep handles and recordings of a device by thread.
+        """
+        self._worker.call(settled, self._copy.backend)
 
     def next_try_s(self) -> float:
         """Return the seconds until it is loaded again; 0 while it is being loaded. Only meaningful while it is not up."""
@@ -206,7 +219,7 @@ class Instance:
         loop = self._loop
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()
-        job = _Job(loop, requests, finished, is_behind=bool(self._jobs))
+        job = self._next_job(loop, requests, finished)
         self._jobs.append(job)
         if self._how.max_compute_s is not None and self._timer is None:  # one timer checks many batches
             self._look_later(loop, self._how.max_compute_s)
@@ -220,6 +233,25 @@ class Instance:
         if not job.is_on_loop:
             self._worker.submit(self._compute, job, self._copy)
 
+    def _next_job(self, loop: asyncio.AbstractEventLoop, requests: list[InferRequest], finished: Finished) -> _Job:
+        """Return a batch, which is being gathered if it is large and another one runs."""
+        if not self._jobs:
+            return _Job(loop, requests, finished, self._staging.buffers[0])
+        job = _Job(loop, requests, finished, self._jobs[-1].buffers, is_behind=True)
+        backend = self._copy.backend
+        if is_worth_staging(requests) and not isinstance(backend, RequestBackend) and self._may_share:
+            free, how = self._staging.other(job.buffers), self._how
+            staged = StagedBatch(free, partial(gather, backend, requests, how.padded_sizes, how.padding, how.ragged))
+            if self._staging.run(staged.stage):
+                job.staged, job.buffers = staged, free
+        return job
+
+    @property
+    def _may_share(self) -> bool:
+        """Whether a batch is computed as a whole, as far as known."""
+        invariance = self._how.invariance
+        return invariance is None or (invariance.is_safe and not invariance.is_doubtful)
+
     @property
     def may_run_on_loop(self) -> bool:
         """Whether short batches need no thread: their time is predictable and has no limit, and they wait for no device."""
@@ -228,7 +260,7 @@ class Instance:
 
     def run_on_loop(self, requests: list[InferRequest]) -> Results:
         """Compute a short batch on the calling thread, while no other runs. Afterwards `is_up` tells if it can take more."""
-        results, fault = self._results(requests, self._copy, 0)
+        results, fault = self._results(requests, self._copy)
         if fault is not None:
             self._take_out(fault, asyncio.get_running_loop())
         return results
@@ -245,6 +277,7 @@ class Instance:
             self._closed = asyncio.Event()
             self._worker.submit(self._close, self._copy.backend, asyncio.get_running_loop(), self._closed)
         self._worker.stop()
+        self._staging.stop()
 
     async def closed(self) -> None:
         """Wait until a stopped copy has cleaned up."""
@@ -264,8 +297,9 @@ class Instance:
         """End the batch that a backend has begun, on the calling thread if that takes no time."""
         backend = self._copy.backend
         if at_once:
-            results, job.fault = self._results(job.requests, self._copy, job.begun_ns)
-            self._done(job, results)
+            results, job.fault = self._results(job.requests, self._copy, begun_ns=job.begun_ns)
+            job.results = results
+            self._done()
         elif isinstance(backend, RequestBackend):
             self._leave_to_thread(backend)
 
@@ -280,20 +314,37 @@ class Instance:
         """Compute a batch; runs on the worker thread."""
         if self._is_large:
             BACKLOG.wait()
+        use_buffers(job.buffers)
+        gathered = None if job.staged is None else job.staged.take()
         late = _late(job.requests) if job.is_behind else []
         if late:
             in_time = [request for request in job.requests if request not in late]
-            results, job.fault = self._results(in_time, copy, 0) if in_time else ([], None)
+            results, job.fault = self._results(in_time, copy) if in_time else ([], None)
             results = [LateRequests(late), *results]
         else:
-            results, job.fault = self._results(job.requests, copy, job.begun_ns)
-        job.computed = True
+            results, job.fault = self._results(job.requests, copy, gathered, begun_ns=job.begun_ns)
+        job.results = results
         self._is_large = _are_large(results)
-        with contextlib.suppress(RuntimeError):  # the loop is closed because the server gave up waiting for this batch
-            job.loop.call_soon_threadsafe(self._done, job, results)
+        # Waking the event loop can cost this thread Python's lock: if the next batch is ready, it begins first.
+        if job.staged is None or not self._worker.has_next or not self._staging.run(self._tell, job):
+            self._tell(job)
 
-    def _results(self, requests: list[InferRequest], copy: _Copy, begun_ns: int) -> tuple[Results, str | None]:
-        """Return a batch's results, and the fault if this batch broke the copy. `begun_ns`: see `_Job`."""
+    def _tell(self, job: _Job) -> None:
+        """Wake the event loop, which ends the batch."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed because the server gave up waiting for this batch
+            job.loop.call_soon_threadsafe(self._done)
+
+    def _results(
+        self, requests: list[InferRequest], copy: _Copy, gathered: GatheredBatch | None = None, *, begun_ns: int = 0
+    ) -> tuple[Results, str | None]:
+        """Return a batch's results, and the fault if this batch broke the copy.
+
+        Args:
+            requests: the batch.
+            copy: computes it.
+            gathered: the inputs, if they are joined already.
+            begun_ns: see `_Job`.
+        """
         how = self._how
         if copy.is_broken and not begun_ns:
             return [_lost(requests, untouched=True)], None
@@ -314,6 +365,7 @@ class Instance:
                     invariance=invariance,
                     padding=how.padding,
                     ragged=how.ragged,
+                    gathered=gathered if self._may_share else None,
                 )
         except InstanceLostError as error:
             copy.is_broken = True
@@ -323,15 +375,15 @@ class Instance:
             self._failures.note(results)
         return results, None
 
-    def _done(self, job: _Job, results: Results) -> None:
-        if not self._jobs or self._jobs[0] is not job:
-            return  # it was abandoned, and its requests have their errors
-        self._jobs.popleft()
-        if job.fault is not None:
-            self._take_out(job.fault, job.loop)
-        elif self.fault is not None and self.is_up:
-            self._wait_s = self._how.first_wait_s
-        job.finished(results)
+    def _done(self) -> None:
+        """End the computed batches in order. An abandoned batch is not among them, and its requests have their errors."""
+        while self._jobs and (results := self._jobs[0].results) is not None:
+            job = self._jobs.popleft()
+            if job.fault is not None:
+                self._take_out(job.fault, job.loop)
+            elif self.fault is not None and self.is_up:
+                self._wait_s = self._how.first_wait_s
+            job.finished(results)
 
     def _look_later(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
         self._timer = loop.call_later(limit_s / LOOKS, self._look, limit_s)
@@ -346,7 +398,7 @@ class Instance:
             return
         job = self._jobs[0]
         job.looks += 1
-        if job.looks <= LOOKS or job.computed:
+        if job.looks <= LOOKS or job.results is not None:
             self._look_later(job.loop, limit_s)
             return
         if isinstance(self._copy.backend, RequestBackend):
@@ -358,6 +410,8 @@ class Instance:
             # A thread cannot be killed: if the runtime cannot end its call, the thread is abandoned until the call returns.
             self._copy.backend.give_up()
             self._worker.stop()
+            self._staging.stop()
+            self._staging = Staging(f"staging-{self._number}")  # the abandoned thread may still read the old buffers
             self._left_behind = True
         self._take_out(f"a batch was not computed within {limit_s:g} s", job.loop)
         error = UnavailableError(f"the model did not answer within its {limit_s:g} s and is being restarted; try again later")

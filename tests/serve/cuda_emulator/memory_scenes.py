@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import gc
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +16,12 @@ import pytest
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntimeBackend
-from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.backend import BackendView, DevicePlacement
 from halfserve.serve.engine.execution.assembly import assemble
 from halfserve.serve.engine.execution.batch import Answered, run_batch
+from halfserve.serve.engine.execution.instance import Instance, Results, Supervision
 from halfserve.serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
+from halfserve.serve.engine.tensors import Tensors
 from tests.serve.backends.support import load_backend
 from tests.serve.cuda_emulator.copying_model import COLUMNS, load, log, rows, save, with_graphs
 
@@ -49,6 +55,57 @@ def test_batches_are_copied_from_locked_memory(tmp_path: Path, device: ctypes.CD
     assert device.emulated_locked_bytes() == before, "the thread is gone, and with it its buffers"
     copies = [line for line in log(device) if " to the device" in line]
     assert [line.rsplit(", ")[-1] for line in copies] == ["pageable"] + ["locked"] * 4, "the first batch shows where it runs"
+
+
+@dataclass(frozen=True)
+class Held(BackendView):
+    """Computes nothing until `release` is set; `entered` is set when a batch has come."""
+
+    entered: threading.Event = field(default_factory=threading.Event)
+    release: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, inputs: Tensors) -> Tensors:
+        self.entered.set()
+        assert self.release.wait(60)
+        return self._backend.run(inputs)
+
+
+def test_staged_batches_are_copied_from_locked_memory(tmp_path: Path, device: ctypes.CDLL) -> None:
+    before, each = device.emulated_locked_bytes(), 2**15
+
+    async def computed(instance: Instance, held: Held) -> list[Results]:
+        """The results of a batch, and of the next one, which is staged."""
+        held.entered.clear()
+        held.release.clear()
+        ends = [asyncio.get_running_loop().create_future() for _ in range(2)]
+        for end in ends:
+            several = requests(2, each)
+            for request in several:
+                request.size = each * COLUMNS * 4
+            instance.run(several, end.set_result)
+            assert await asyncio.to_thread(held.entered.wait, 60)
+        held.release.set()
+        return [await end for end in ends]
+
+    async def main() -> None:
+        held = Held(load(tmp_path / "m.onnx"))
+        instance = Instance(held, 0, Supervision(label="m/1"))
+        for _ in range(3):
+            for (answered,) in await computed(instance, held):
+                assert isinstance(answered, Answered), answered
+                values = [number for answer in answered.answers for number in answer["y"].ravel().tolist()]
+                assert values == list(range(2 * each * COLUMNS))
+        assert device.emulated_locked_bytes() == before + 2 * (2 * each * COLUMNS * 4), "two sets of buffers, and no more"
+        instance.stop()
+
+    others = set(threading.enumerate())
+    asyncio.run(main())
+    for thread in set(threading.enumerate()) - others:
+        thread.join(60)
+    gc.collect()
+    assert device.emulated_locked_bytes() == before
+    copies = [line.rsplit(", ")[-1] for line in log(device) if " to the device" in line]
+    assert copies[2:] == ["locked"] * 4, "the first two batches show where they run"
 
 
 def test_memory_that_cannot_be_locked_is_used_all_the_same(
