@@ -247,3 +247,17 @@ def test_a_residual_norm_in_bfloat16_is_fused_for_cuda(
     ort.InferenceSession(made.SerializeToString(), options, providers=PROVIDERS)
     counts = Counter(node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node)
     assert (counts["SkipLayerNormalization"], counts["Cast"]) == (fused, casts)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_attention_in_one_node_runs_on_the_device(dtype: HalfName) -> None:
+    nodes = "q = Relu (x) a = Attention (q, x, x, seen) y = MatMul (a, square)"
+    text = f"g (float[n,4,8,8] x, bool[n,1,8,8] seen) => (float[n,4,8,8] y) {{ {nodes} }}"
+    source = parse(text, opset=23, ir=10, square=WEIGHTS["square"])
+    made = convert_float_to_float16(source, dtype=dtype, target_device="cuda")
+    session = opened(made)
+    assert on_the_cpu(session, made) == set()
+    assert predict_cuda(made) == ()
+    feeds = {"x": normal(2, 4, 8, 8), "seen": np.ones((2, 1, 8, 8), np.bool_)}
+    (answer,) = session.run(None, feeds)
+    assert answer.shape == (2, 4, 8, 8)
