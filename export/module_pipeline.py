@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -40,12 +41,16 @@ from halfserve.export.file_conversion import (
 from halfserve.export.half_module.fp32_modules import overflowing_modules, pinned_modules
 from halfserve.export.half_module.module_tensors import detached_copy
 from halfserve.export.half_types import FP16, Accumulators, DtypeChoice, HalfName, HalfType, TargetDevice, half_named
+from halfserve.export.onnx_fp16.graph import all_nodes
 from halfserve.export.onnx_fp16.planning.plan import KEEP
+from halfserve.export.onnx_fp16.repair.cuda_forms import bound_to_kernel
+from halfserve.export.placement.cuda_kernels import lost_on_cuda
 from halfserve.export.samples import Samples
 from halfserve.export.to_onnx.capture import FlatModel, run
 from halfserve.export.to_onnx.dimensions import BATCH
-from halfserve.export.to_onnx.export_onnx import traced_model, write_onnx
+from halfserve.export.to_onnx.export_onnx import OLDEST, traced_model, write_onnx
 from halfserve.export.to_onnx.forward_call import ForwardCall, as_tensors, call_of, require_python
+from halfserve.export.to_onnx.layer_translations import ATTENTION_OPSET
 from halfserve.export.to_onnx.provenance import MODULE
 from halfserve.export.verification.samples import SampleSet
 from halfserve.export.verification.torch_reference import require_batch_invariance
@@ -218,7 +223,12 @@ def export_verified(
             half=FP16 if options.dtype == "auto" else half_named(options.dtype),
         )
         args, named = call.arguments([tensor[:EXAMPLES] for tensor in call.tensors])
-        traced = traced_model(module, args, kwargs=named, dynamic_shapes=sizes, metadata=metadata, policy=policy)
+
+        def traced_at(opset_version: int | None) -> onnx_ir.Model:
+            given: dict[str, Any] = {"kwargs": named, "dynamic_shapes": sizes, "metadata": metadata, "policy": policy}
+            return traced_model(module, args, opset_version=opset_version, **given)
+
+        traced = _with_whole_attention(traced_at) if options.target_device == "cuda" else traced_at(None)
         mark_float32(traced, kept)
         write_onnx(traced, source)
         reference = FlatModel(module, call).eval()
@@ -255,6 +265,21 @@ def export_verified(
             beside=options.beside,
         )
         return Certified(**vars(done))
+
+
+def _with_whole_attention(traced_at: Callable[[int | None], onnx_ir.Model]) -> onnx_ir.Model:
+    """The model with Attention in one node, where each has a kernel on CUDA, and no other operator loses its own.
+
+    A mask must be boolean: the repairs for numbers that hide know Softmax alone.
+    """
+    with suppress(ExportError):  # a model that this opset cannot express, or an error that the other opset raises again
+        whole = traced_at(ATTENTION_OPSET)
+        masks = [node.inputs[3:4] for node in all_nodes(whole) if node.op_type == "Attention" and not node.domain]
+        boolean = all(value is None or value.dtype == onnx_ir.DataType.BOOL for mask in masks for value in mask)
+        used = bound_to_kernel(all_nodes(whole), repair=True)
+        if masks and boolean and not lost_on_cuda(used, OLDEST, ATTENTION_OPSET):
+            return whole
+    return traced_at(None)
 
 
 def _require_on_cpu(module: nn.Module) -> None:

@@ -8,6 +8,10 @@ have no kernel, and their definitions by smaller operators take their place. Tan
 float32, as are norms and Softmax: these round once, like every node of the simulation. Gelu's tanh approximation rounds at
 each step.
 
+Attention (core/providers/cuda/llm/attention.cc) has several kernels, chosen by shapes and the device. The one of separate
+products keeps scores and probabilities in the node's type; the others keep more digits. The operators that define Attention
+take its place, which round the scaled query and key besides.
+
 Products of float32 nodes are TF32: their operands are rounded to 11 significant bits, and the sums are float32. Halfserve's
 server turns this off (`use_tf32=0`) for a file without a convolution in half precision (see `halfserve.files.cuda_products`).
 """
@@ -20,9 +24,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
-from onnx import TensorProto, defs, helper
+from onnx import TensorProto, defs, helper, inliner
 
 from halfserve.export.half_types import HalfType
+from halfserve.export.onnx_files.proto_graphs import all_graphs, all_nodes
 from halfserve.export.verification.kernel_steps import NodeSteps
 
 STEP = "/cuda_step_"  # in the names of values inside a kernel
@@ -37,6 +42,22 @@ TF32_INPUTS: Mapping[str, int] = {
 GELU_SCALE, GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715  # of the tanh approximation
 SPLITTER = 2.0**13 + 1  # Dekker's: splits off the upper 11 of float32's 24 bits
 LARGEST_SPLIT = 2.0**100  # larger numbers would overflow in between, and stay as they are
+
+
+def attention_in_parts(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with the operators that define Attention in its place; the model itself where there is none."""
+    if not any(node.op_type == "Attention" and node.domain in _ONNX for node in all_nodes(model)):
+        return model
+    known = {name for graph in all_graphs(model) for node in graph.node for name in node.output}
+    try:
+        parts = inliner.inline_selected_functions(model, [("", "Attention")], inline_schema_functions=True)
+    except RuntimeError:  # an input in the middle is absent: Attention rounds once
+        return model
+    made = {name for graph in all_graphs(parts) for node in graph.node for name in node.output} - known
+    for node in all_nodes(parts):
+        for names in (node.input, node.output):
+            names[:] = [f"{name}{STEP}attention" if name in made else name for name in names]
+    return parts
 
 
 @dataclass(frozen=True, kw_only=True)

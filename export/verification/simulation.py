@@ -36,7 +36,7 @@ from halfserve.export.onnx_files.model_file import format_opset
 from halfserve.export.onnx_files.proto_graphs import bodies
 from halfserve.export.onnx_fp16.element_types import Signature, signature_named
 from halfserve.export.onnx_fp16.graph import TYPE_ATTRIBUTES
-from halfserve.export.verification.cuda_steps import STEP, CudaKernels
+from halfserve.export.verification.cuda_steps import STEP, CudaKernels, attention_in_parts
 from halfserve.export.verification.float32_copy import hold_in_float32
 from halfserve.export.verification.kernel_steps import (
     AXES_ARE_INPUT_FROM,
@@ -99,7 +99,7 @@ def round_every_node(
     written = written or half
     try:
         inlined = inliner.inline_local_functions(model)
-        typed = shape_inference.infer_shapes(inlined)
+        typed = shape_inference.infer_shapes(attention_in_parts(inlined) if cuda else inlined)
     except (shape_inference.InferenceError, ValueError, RuntimeError) as error:
         raise ExportError(f"cannot tell the types of the model's values: {str(error).splitlines()[0]}") from error
     opsets = {entry.domain: entry.version for entry in typed.opset_import}

@@ -13,7 +13,8 @@ from halfserve import BudgetExceeded, ExportError, export_module, export_onnx, f
 from halfserve.amp_core.recorder import Recorder
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS
-from halfserve.export.half_types import TargetDevice
+from halfserve.export.half_types import HalfName, TargetDevice
+from halfserve.export.placement.cuda_kernels import predict_cuda
 from tests.amp_core.several_inputs import LENGTH, Reader, Words
 from tests.export import models
 
@@ -142,6 +143,41 @@ def test_nodes_and_operators_of_the_exported_graph_stay_float32(tmp_path: Path) 
     assert (kept.op_type, kept.reason) == ("Tanh", "Tanh is in keep_fp32_ops")
     again = export_module(module, samples, tmp_path, "m", keep_fp32_nodes=[kept.name])
     assert [node.name for node in again.report.kept] == [kept.name]
+
+
+class Attending(nn.Module):
+    """Attention over tokens of 8 numbers, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.norm = nn.InstanceNorm1d(4, affine=True) if way == "kernel lost" else nn.Identity()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """(batch, 4, 8), (batch, 4) -> (batch, 4, 3)."""
+        heads = self.norm(x).view(-1, 4, 2, 4).transpose(1, 2)
+        mask = seen[:, None, None, :] > 0
+        added = torch.zeros(mask.shape).masked_fill(~mask, -1e4) if self.way == "numbers hide" else mask
+        joined = nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=added)
+        scores: torch.Tensor = self.head(joined.transpose(1, 2).reshape(-1, 4, 8))
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("target_device", "way", "whole"),
+    [("cuda", "", 1), ("any", "", 0), ("cuda", "kernel lost", 0), ("cuda", "numbers hide", 0)],
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_attention_is_one_node_for_cuda_where_nothing_is_lost(
+    tmp_path: Path, dtype: HalfName, target_device: TargetDevice, way: str, whole: int
+) -> None:
+    inputs = {"x": torch.rand(16, 4, 8), "seen": torch.tensor([[1.0, 1, 1, 0]] * 8 + [[1.0, 0, 0, 0]] * 8)}
+    done = export_module(Attending(way).eval(), inputs, tmp_path, "m", dtype=dtype, target_device=target_device)
+    assert done.certificate.passed
+    nodes = onnx.load(done.path / "model.onnx").graph.node
+    assert [node.op_type for node in nodes].count("Attention") == whole
+    assert predict_cuda(done.path / "model.onnx") == ()
 
 
 @pytest.mark.parametrize(("target_device", "kind"), [("any", TensorProto.FLOAT), ("cpu", TensorProto.BFLOAT16)])

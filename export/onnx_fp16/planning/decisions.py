@@ -314,6 +314,11 @@ _REASONS = {
     **dict.fromkeys(SOFTMAXES, SOFTMAX_REASON),
     **dict.fromkeys(SUMS, SUM_REASON),
 }
+# ONNX Runtime's CUDA kernels for these compute in float32; for those with Skip since microsoft/onnxruntime#28682.
+_FLOAT_INSIDE = operators(
+    "LayerNormalization RMSNormalization SimplifiedLayerNormalization SkipLayerNormalization SkipSimplifiedLayerNormalization "
+    "Softmax"
+)
 # Indices of the inputs that hold coordinates, by operator.
 _COORDINATES = {"AffineGrid": 0, "DeformConv": 2, "GridSample": 1, "MaxRoiPool": 1, "NonMaxSuppression": 0, "RoiAlign": 1}
 _DOMAINS = ("", "com.microsoft")
@@ -325,15 +330,32 @@ def keep_precise(plan: CastingPlan) -> None:
     Rounding to bfloat16 moves a number by up to 2**-8 of itself, to float16 by 2**-11. Products lose little by that, as
     hardware sums them in float32. But a count of 257, the exponential of a rounded logit of 30, or the position 1001 of 1024
     pixels is visibly wrong. PyTorch's autocast keeps the same operations in float32.
+
+    For CUDA alone, layer norms and Softmax become bfloat16 between bfloat16 nodes: their kernels compute in float32, their
+    input and result are rounded anyway, and of the operator itself only scale and bias lose digits. A residual addition is
+    then fused with the norm behind it. Four layers of attention: 2 casts instead of 26, an error of 0.9% instead of 0.65%.
     """
     for node in all_nodes(plan.model):
         if node.domain not in _DOMAINS:
             continue
         reason = _REASONS.get(node.op_type)
-        if reason is not None and any(is_float(value) for value in (*node.inputs, *node.outputs)):
+        floats = any(is_float(value) for value in (*node.inputs, *node.outputs))
+        if reason is not None and floats and not _is_precise_on_cuda(plan, node):
             plan.keep(node, reason)
         for maker in _coordinate_makers(node):
             plan.keep(maker, GRID_REASON)
+
+
+def _is_precise_on_cuda(plan: CastingPlan, node: onnx_ir.Node) -> bool:
+    data = node.inputs[0]
+    maker = data.producer() if data is not None else None
+    return (
+        plan.settings.target_device == "cuda"
+        and node.op_type in _FLOAT_INSIDE
+        and maker is not None
+        and maker not in plan.kept
+        and not any(value.is_graph_output() for value in node.outputs)
+    )
 
 
 def _coordinate_makers(node: onnx_ir.Node) -> Iterator[onnx_ir.Node]:

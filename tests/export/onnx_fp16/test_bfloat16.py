@@ -90,6 +90,35 @@ def test_an_operator_without_bfloat16_names_the_opset_that_has_it() -> None:
     assert {types(raised)[name] for name in ("w", "h")} == {BFLOAT16}
 
 
+NORMS = """g (float[n,s,4] x) => (float[n,s,4] y) {
+    a = MatMul (x, w) p = Softmax (a) b = MatMul (p, w) r = Add (b, a)
+    n = LayerNormalization (r, one, one) y = MatMul (n, w) }"""
+
+
+def test_norms_and_softmax_between_bfloat16_nodes_become_bfloat16_for_cuda() -> None:
+    model = parse(NORMS, w=normal(4, 4), one=np.ones(4))
+    assert kept(model) == kept(model, target_device="cpu") == {"p": SOFTMAX_REASON, "n": NORM_REASON}
+    converted, reasons = halved(model, target_device="cuda")
+    assert reasons == {}
+    assert ops(converted).count("Cast") == 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reason"),
+    [
+        ("a = MatMul (x, w) y = Softmax (a)", SOFTMAX_REASON),  # the answer would be rounded
+        ("n = LayerNormalization (x, one, one) y = MatMul (n, w)", NORM_REASON),  # the input would be rounded
+        (
+            "k = Constant <value = int64 {1}> () a = CumSum (x, k) n = LayerNormalization (a, one, one) y = MatMul (n, w)",
+            NORM_REASON,
+        ),
+    ],
+)
+def test_norms_and_softmax_beside_float32_stay_float32_for_cuda(nodes: str, reason: str) -> None:
+    model = parse(f"g (float[n,s,4] x) => (float[n,s,4] y) {{ {nodes} }}", w=normal(4, 4), one=np.ones(4))
+    assert reason in kept(model, target_device="cuda").values()
+
+
 def test_nodes_without_a_cuda_kernel_stay_float32_except_for_cpus() -> None:
     nodes = "h = Conv (x, w) l = LeakyRelu (h) y = MaxPool <kernel_shape = [2, 2]> (l)"
     text = f"g (float[1,4,8,8] x) => (float[1,4,7,7] y) {{ {nodes} }}"

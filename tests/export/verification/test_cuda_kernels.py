@@ -432,3 +432,21 @@ def rounded_for_cuda(convolution: str) -> onnx.ModelProto:
     rounded = round_every_node(model, cuda=True)
     assert has_cuda_steps(rounded.graph) == (convolution == "Conv(x, w)")
     return rounded
+
+
+def test_attention_rounds_its_scores() -> None:
+    text = "g (float16[1,2,3,4] q, float16[1,2,3,4] k, float16[1,2,3,4] v) => (float16[1,2,3,4] y) { y = Attention (q, k, v) }"
+    model, value = parse(text, opset=23, ir=10), normal(1, 2, 3, 4).astype(np.float16)
+    once, stepwise = round_every_node(model), round_every_node(model, cuda=True)
+    assert (has_cuda_steps(once.graph), has_cuda_steps(stepwise.graph)) == (False, True)
+
+    def answers(size: float) -> list[Array]:
+        large = np.full((1, 2, 3, 4), size, np.float16)
+        feeds = {"q": large, "k": large, "v": value}
+        sessions = [open_session(serialize(rounded), "ORT_ENABLE_BASIC") for rounded in (once, stepwise)]
+        return [session.run(None, feeds)[0].astype(np.float32) for session in sessions]
+
+    small, large = answers(2.0), answers(400.0)  # scores of 8 and of 320,000
+    np.testing.assert_allclose(small[1], small[0], rtol=4e-3, atol=4e-3)
+    assert np.isfinite(large[0]).all()
+    assert not np.isfinite(large[1]).any()

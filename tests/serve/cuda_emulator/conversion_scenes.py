@@ -113,11 +113,15 @@ def made_of(nodes: str) -> onnx.ModelProto:
     return parse(text, opset=17, ir=8, **{name: array for name, array in WEIGHTS.items() if name in words})
 
 
-def opened(model: onnx.ModelProto) -> ort.InferenceSession:
+def quiet() -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.add_session_config_entry(*RECORD_ENTRY)
-    return ort.InferenceSession(model.SerializeToString(), options, providers=PROVIDERS)
+    return options
+
+
+def opened(model: onnx.ModelProto) -> ort.InferenceSession:
+    return ort.InferenceSession(model.SerializeToString(), quiet(), providers=PROVIDERS)
 
 
 def is_taken(model: onnx.ModelProto) -> bool:
@@ -227,3 +231,33 @@ def test_float_nodes_on_the_cpu_are_named_at_load(tmp_path: Path, caplog: pytest
     (record,) = caplog.records
     assert "tan.onnx: CUDA has no kernel for 4 of its nodes, which run on the CPU" in record.message
     assert ": Tan 'b', Atan 'c', Tan 'e' and 1 more; convert the float32 model again" in record.message
+
+
+@pytest.mark.parametrize(("target_device", "fused", "casts"), [("any", 0, 6), ("cuda", 1, 2)])
+def test_a_residual_norm_in_bfloat16_is_fused_for_cuda(
+    target_device: TargetDevice, fused: int, casts: int, tmp_path: Path
+) -> None:
+    nodes = """a = MatMul (x, square) p = Softmax (a) b = MatMul (p, square) r = Add (b, a)
+        n = LayerNormalization (r, scale, scale) y = MatMul (n, square)"""
+    text = f"g (float[n,s,8] x) => (float[n,s,8] y) {{ {nodes} }}"
+    source = parse(text, opset=17, ir=8, square=WEIGHTS["square"], scale=WEIGHTS["scale"])
+    made = convert_float_to_float16(source, dtype="bfloat16", target_device=target_device)
+    options = quiet()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    ort.InferenceSession(made.SerializeToString(), options, providers=PROVIDERS)
+    counts = Counter(node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node)
+    assert (counts["SkipLayerNormalization"], counts["Cast"]) == (fused, casts)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_attention_in_one_node_runs_on_the_device(dtype: HalfName) -> None:
+    nodes = "q = Relu (x) a = Attention (q, x, x, seen) y = MatMul (a, square)"
+    text = f"g (float[n,4,8,8] x, bool[n,1,8,8] seen) => (float[n,4,8,8] y) {{ {nodes} }}"
+    source = parse(text, opset=23, ir=10, square=WEIGHTS["square"])
+    made = convert_float_to_float16(source, dtype=dtype, target_device="cuda")
+    session = opened(made)
+    assert on_the_cpu(session, made) == set()
+    assert predict_cuda(made) == ()
+    feeds = {"x": normal(2, 4, 8, 8), "seen": np.ones((2, 1, 8, 8), np.bool_)}
+    (answer,) = session.run(None, feeds)
+    assert answer.shape == (2, 4, 8, 8)
