@@ -195,7 +195,7 @@ class GraphReplays:
         self._wanted = [value.name for value in session.get_outputs()]
         self._recordings: dict[Shapes, _Recording] = {}
         self._made = 0  # number of recordings so far, the ones that failed included
-        self._waits: dict[Shapes, _Wait] = {}  # of shapes whose latest recording failed
+        self._waits: dict[Shapes, Wait] = {}  # of shapes whose latest recording failed
 
     @property
     def has_failed(self) -> bool:
@@ -251,7 +251,7 @@ class GraphReplays:
         self._recordings.pop(shapes, None)
         if len(self._waits) >= MAX_SHAPES:
             self._waits.clear()
-        wait = self._waits.setdefault(shapes, _Wait())
+        wait = self._waits.setdefault(shapes, Wait())
         wait.begin()
         logger.warning(
             "a CUDA graph could not be recorded (%s); the next %d batches of its size are computed without one, and then it is "
@@ -284,7 +284,7 @@ def why_not_recorded(session: ort.InferenceSession, device: str) -> str | None:
     return f"{min(drawn)} draws numbers" if (drawn := nodes & RANDOM) else None
 
 
-class _Wait:
+class Wait:
     """The batches from a failed recording to the next attempt.
 
     Attributes:
