@@ -37,7 +37,7 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 MOST_ROWS = 32  # most rows of a trial's batch
 LOADS_S = 20.0  # no further way is tried after this time, in which each way opens the model once more
-GAIN = 0.98  # a way is used that takes at most this part of the time,
+GAIN = 0.95  # a way is used that takes at most this part of the time,
 # or that keeps the calling thread off the processor: at most so much longer, and at most this part of the processor's time.
 AS_FAST, LESS_BUSY = 1.05, 0.8
 LARGEST_ERROR = (

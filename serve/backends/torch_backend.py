@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError  # raised by torch
 from typing import Any, TypeAlias
@@ -22,6 +22,7 @@ from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.cuda import RECORDING_LOCK, settle_thread
 from halfserve.serve.backends.onnx_runtime.request_errors import IndexRange, check_indices
 from halfserve.serve.backends.onnx_runtime.session_settings import read_settings
+from halfserve.serve.backends.torch_device_runs import CudaStream, DeviceRuns
 from halfserve.serve.backends.torch_program import (
     SizeRange,
     can_upcast,
@@ -40,6 +41,7 @@ from halfserve.serve.engine.resource_limits import fewer_cores
 from halfserve.serve.engine.tensors import Array, Tensors
 
 CPU = torch.device("cpu")
+BUCKETS = "halfserve.padding_buckets"
 USER_INPUT = InputKind.USER_INPUT
 # torch.export.load logs a traceback for an unreadable file before it raises.
 UNREADABLE_WARNINGS = ("Ran into the following error when deserializing", "Unable to load package")
@@ -88,7 +90,7 @@ class TorchRuntime:
         if upcast:
             upcast_graph(program.graph_module)
         specs, changes = program.graph_signature.input_specs, written(program.graph_module)
-        return TorchBackend(
+        backend = TorchBackend(
             provider=f"torch on {device}",
             precision=f"fp32 (the {halves} model, upcast)" if upcast else halves or "fp32",
             _program=program.graph_module,
@@ -103,6 +105,13 @@ class TorchRuntime:
             _device=device,
             _upcast=upcast,
         )
+        if device == CPU:
+            return backend
+        graphs = read_settings(config, path).cuda_graphs
+        if graphs is None:  # variable lengths without buckets have too many shapes to record
+            graphs = BUCKETS in config.parameters or interface.is_steady(batched=config.max_batch_size > 0)
+        runs = DeviceRuns(backend.compute, CudaStream(placement.device_id), records=graphs)
+        return replace(backend, _device_runs=runs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +129,7 @@ class TorchBackend:
     _indices: Mapping[str, IndexRange]
     _device: torch.device
     _upcast: bool
+    _device_runs: DeviceRuns | None = None  # None on the CPU
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
         """Return the client's dtype, because torch converts faster than NumPy."""
@@ -135,14 +145,11 @@ class TorchBackend:
         check_sizes(self._ranges, inputs)
         if self._device != CPU:  # on a device, a wrong index costs the process its device
             check_indices(self._indices, inputs)
-        arguments = list(self._arguments)
-        for place in self._changing:  # no state passes from one request to the next
-            arguments[place] = arguments[place].clone()
-        for name, array in inputs.items():
-            tensor = as_tensor(array).to(self._device)
-            arguments[self._places[name]] = upcast_tensor(tensor) if self._upcast else tensor
+        tensors = {name: as_tensor(array) for name, array in inputs.items()}
+        if self._upcast:
+            tensors = {name: upcast_tensor(tensor) for name, tensor in tensors.items()}
         try:
-            outputs = self._program(*arguments)[self._skipped :]
+            outputs = self.compute(tensors) if self._device_runs is None else self._device_runs.run(tensors)
             return {
                 spec.name: as_array(tensor, spec.datatype.array_dtype)
                 for spec, tensor in zip(self._interface.outputs, outputs, strict=True)
@@ -151,6 +158,16 @@ class TorchBackend:
             check_indices(self._indices, inputs)
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise BackendError(f"the model failed on this request: {reason}") from error
+
+    def compute(self, tensors: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Compute every output from inputs by name, all on the device."""
+        arguments = list(self._arguments)
+        for place in self._changing:  # no state passes from one request to the next
+            arguments[place] = arguments[place].clone()
+        for name, tensor in tensors.items():
+            arguments[self._places[name]] = tensor
+        outputs: Sequence[torch.Tensor] = self._program(*arguments)[self._skipped :]
+        return outputs
 
     def give_up(self) -> None:
         """Do nothing: torch cannot interrupt a run."""

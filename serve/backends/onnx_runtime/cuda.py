@@ -210,7 +210,7 @@ class GraphReplays:
         self._wanted = [value.name for value in session.get_outputs()]
         self._recordings: dict[Shapes, _Recording] = {}
         self._made = 0  # number of recordings so far, the ones that failed included
-        self._waits: dict[Shapes, _Wait] = {}  # of shapes whose latest recording failed
+        self._waits: dict[Shapes, Wait] = {}  # of shapes whose latest recording failed
 
     @property
     def has_failed(self) -> bool:
@@ -266,7 +266,7 @@ class GraphReplays:
         self._recordings.pop(shapes, None)
         if len(self._waits) >= MAX_SHAPES:
             self._waits.clear()
-        wait = self._waits.setdefault(shapes, _Wait())
+        wait = self._waits.setdefault(shapes, Wait())
         wait.begin()
         logger.warning(
             "a CUDA graph could not be recorded (%s); the next %d batches of its size are computed without one, and then it is "
@@ -312,7 +312,7 @@ def why_not_without_cudnn(session: ort.InferenceSession) -> str | None:
     return f"{reason}, and {', '.join(needing)} of this model cannot be computed without it" if needing else None
 
 
-class _Wait:
+class Wait:
     """The batches from a failed recording to the next attempt.
 
     Attributes:

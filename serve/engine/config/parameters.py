@@ -62,12 +62,10 @@ HONOURED = frozenset(
     }
 )
 # Settings that only ONNX Runtime acts on: settings by path, parameters by key and by prefix.
-ONNX_ONLY = frozenset(
-    {"optimization.graph.level", "optimization.cuda.graphs", "optimization.execution_accelerators", "model_operations"}
-)
+ONNX_ONLY = frozenset({"optimization.graph.level", "optimization.execution_accelerators", "model_operations"})
 ONNX_ONLY_PARAMETERS = frozenset(
     {
-        *("halfserve.optimization_level", "halfserve.cuda_graphs", "halfserve.cuda_ways", "halfserve.cpu_precision"),
+        *("halfserve.optimization_level", "halfserve.cuda_ways", "halfserve.cpu_precision"),
         *("inter_op_thread_count", "execution_mode", "enable_mem_arena", "enable_mem_pattern"),
         *("memory.enable_memory_arena_shrinkage", "cudnn_conv_algo_search", "arena_extend_strategy", "gpu_mem_limit"),
         "do_copy_in_default_stream",
@@ -191,7 +189,8 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         "In which precision the CPU computes an ONNX model: see [OpenVINO](../guides/openvino.md).",
     ),
     "halfserve.cuda_graphs": OwnParameter(
-        switch, "on for models with Convs", "`on`, `off`",
+        switch, "on for ONNX models with Convs, and for torch programs of fixed sizes or with `halfserve.padding_buckets`",
+        "`on`, `off`",
         "Record the device's work for each batch size. A warning names models that cannot be recorded (nodes, inputs or "
         "outputs on the CPU, sizes that depend on values, random numbers); they run without.",
     ),

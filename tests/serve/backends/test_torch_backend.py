@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,8 +19,10 @@ from torch import nn
 from torch.export import Dim
 
 from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime.cuda import FIRST_WAIT
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.backends.torch_backend import TorchBackend, TorchRuntime
+from halfserve.serve.backends.torch_device_runs import CudaStream, DeviceRuns
 from halfserve.serve.backends.torch_program import written
 from halfserve.serve.engine.backend import DevicePlacement, ModelInterface, Trust
 from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults, complete_config
@@ -206,6 +210,90 @@ def test_a_program_exported_for_several_rows_only_is_not_batched(tmp_path: Path)
     assert not interface.batched
 
 
+class HostStream:
+    """What a program's runs need of a device, on the host: a recording is a call whose outputs keep their memory.
+
+    Attributes:
+        failures: recordings that fail from now on.
+        recorded: recordings that were tried.
+        replayed: recordings that were run.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, failures: int = 0) -> None:
+        self.failures = failures
+        self.recorded = self.replayed = 0
+
+    def current(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def pinned(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(like)
+
+    def record(self, work: Callable[[], Sequence[torch.Tensor]]) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
+        self.recorded += 1
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("operation not permitted when stream is capturing\nat a place")
+        outputs = [output.clone() for output in work()]
+
+        def replay() -> None:
+            self.replayed += 1
+            for output, now in zip(outputs, work(), strict=True):
+                output.copy_(now)
+
+        return outputs, replay
+
+    def wait(self) -> None:
+        pass
+
+
+def on_stream(backend: TorchBackend, stream: HostStream, *, records: bool = True) -> TorchBackend:
+    return replace(backend, _device_runs=DeviceRuns(backend.compute, cast("CudaStream", stream), records=records))
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_runs_on_a_stream_answer_as_the_program_does(tmp_path: Path, *, records: bool) -> None:
+    _, plain = load(save_program(tmp_path / "m.pt2", Mlp(), torch.zeros(2, 64), dynamic_shapes=BATCH))
+    stream, random = HostStream(), np.random.default_rng(0)
+    backend, answers, expected = on_stream(plain, stream, records=records), [], []
+    for rows in (4, 4, 1, 4, 1, 1, 8):
+        feeds = {"x": random.standard_normal((rows, 64)).astype(np.float32)}
+        answers.append(backend.run(feeds)["y"])
+        expected.append(plain.run(feeds)["y"])
+    for answer, wanted in zip(answers, expected, strict=True):  # an answer outlives the next run of its shape
+        np.testing.assert_array_equal(answer, wanted, strict=True)
+    assert (stream.recorded, stream.replayed) == ((2, 4) if records else (0, 0))
+
+
+def test_a_failed_recording_of_a_program_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, plain = load(save_program(tmp_path / "m.pt2", Twice(), torch.zeros(2, 1), dynamic_shapes=BATCH))
+    stream = HostStream(failures=1)
+    backend = on_stream(plain, stream)
+    for number in range(1 + 1 + FIRST_WAIT + 2):
+        x = np.full((3, 1), number, np.float32)
+        assert backend.run({"x": x})["y"].tolist() == (2 * x).tolist()
+    assert (stream.recorded, stream.replayed) == (2, 2)
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.endswith(
+        f"(operation not permitted when stream is capturing); it is tried again after {FIRST_WAIT} batches of its size"
+    )
+
+
+@pytest.mark.gpu
+def test_a_program_is_recorded_on_a_device(tmp_path: Path) -> None:
+    if not torch.cuda.device_count():
+        pytest.skip("no CUDA device")
+    path, runtime = save_program(tmp_path / "m.pt2", Mlp(), torch.zeros(2, 64), dynamic_shapes=BATCH), TorchRuntime()
+    backend = runtime.load(path, runtime.describe(path), DevicePlacement(require_gpu=True), ModelConfig(max_batch_size=8))
+    _, plain = load(path)
+    random = np.random.default_rng(0)
+    for rows in (4, 4, 1, 4, 1, 1, 8):
+        feeds = {"x": random.standard_normal((rows, 64)).astype(np.float32)}
+        np.testing.assert_allclose(backend.run(feeds)["y"], plain.run(feeds)["y"], rtol=2e-3, atol=2e-3)
+
+
 def test_settings_of_onnx_runtime_are_named_in_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_program(tmp_path / "m" / "1" / "model.pt2", Twice(), torch.ones(2, 1), dynamic_shapes=BATCH)
     config = tmp_path / "m" / "config.pbtxt"
@@ -372,10 +460,10 @@ def test_a_request_leaves_nothing_for_the_next_one(tmp_path: Path, module: Keepi
     dtype = module.get_buffer("kept").dtype
     path = save_program(tmp_path / "m.pt2", module, torch.ones(3, 4, dtype=dtype), dynamic_shapes=BATCH)
     assert [name.removeprefix("b_") for name in written(torch.export.load(path).graph_module)] == ["kept"]
-    backend = loaded(path)
     secret = np.full((2, 4), 7, dtype=str(dtype).removeprefix("torch."))
-    for _ in range(2):
-        assert not backend.run({"x": secret})["y"].any()
+    for backend in (loaded(path), on_stream(loaded(path), HostStream())):
+        for _ in range(3):
+            assert not backend.run({"x": secret})["y"].any()
 
 
 @pytest.mark.parametrize(("module", "columns"), [(Mlp(), 64), (Normalizing(), 4)])

@@ -169,11 +169,9 @@ def test_onnx_runtime_settings_have_no_effect_on_torch_programs() -> None:
     config = text_format.Parse(text, ModelConfig())
     assert ignored_settings(config, ONNX, on_device=True) == []
     assert ignored_settings(config, TORCH_EXPORT, on_device=True) == [
-        "optimization.cuda.graphs",
         "optimization.execution_accelerators",
         "optimization.graph.level",
         "parameters.execution_mode",
-        "parameters.halfserve.cuda_graphs",
         "parameters.halfserve.optimization_level",
         "parameters.session.set_denormal_as_zero",
     ]
