@@ -41,6 +41,7 @@ from halfserve import convert_float_to_float16
 from halfserve.export.certificate.budget import ErrorFigures
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.simulation import round_every_node
+from halfserve.nvidia_libraries import load_nvidia_libraries
 from halfserve.serve.benchmark.level import Load
 from halfserve.serve.benchmark.measurement import Goal, Measurement, measure
 from halfserve.serve.engine.backend import DevicePlacement
@@ -205,7 +206,7 @@ def compared(case: Case, provider: str) -> Errors:
     """Convert a model, and compare its answers with those before the conversion."""
     converted = convert_float_to_float16(onnx.load_from_string(case.model), keep_io_types=True)
     if provider == CUDA:
-        ort.preload_dlls()
+        load_nvidia_libraries()
     return errors_of(case, converted, Session(converted.SerializeToString(), provider=provider))
 
 

@@ -21,6 +21,7 @@ from halfserve.export.onnx_files.model_writer import waiting_file
 from halfserve.export.onnx_fp16.convert import StagedConversion, staged_conversion
 from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset
 from halfserve.export.placement.audit import Placement, audit_placement
+from halfserve.export.placement.cuda_kernels import CudaWarning, predict_cuda
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,7 +59,7 @@ class Verification(VerificationOptions, SearchOptions):
         task: Judges the first output in the terms of the model's task; by default its rows' argmax counts.
         key: Signs the certificate; None leaves it unsigned.
         target_device: Where the model shall run. For "cuda" and "any", bfloat16 nodes for which ONNX Runtime has no CUDA kernel
-            stay float32, as it refuses a model with such a node.
+            stay float32, as it refuses a model with such a node. "cuda" spells out SiLU, whose fused kernel rounds inside.
         precisions: Types to judge the converted model in besides its own; see `halfserve.verify`.
         lengths: Sizes to try beside the samples', where `adversarial`; found with the float32 model by default.
     """
@@ -92,6 +93,7 @@ class Converted:
         placement: The placement of the nodes by ONNX Runtime, or the reason why it is unknown.
         search: The nodes that need float32; None without a search.
         superseded: Data files beside it that only the model before it used.
+        cuda: The nodes that CUDA would not compute as they are; empty for a model for CPUs alone.
         growth: The reason why it is larger than the float32 model; None if it is not.
         url: The URL of its version in object storage, without credentials; "" for files on this machine.
     """
@@ -104,6 +106,7 @@ class Converted:
     placement: Placement | str
     search: SearchResult | None
     superseded: tuple[str, ...]
+    cuda: tuple[CudaWarning, ...] = ()
     growth: str | None = None
     url: str = ""
 
@@ -183,7 +186,7 @@ def convert(
             does, else searches in the one that is nearer to its budget. bfloat16 comes first where the weights are
             such numbers.
         target_device: Where the model shall run. For "cuda" and "any", bfloat16 nodes for which ONNX Runtime has no CUDA kernel
-            stay float32, as it refuses a model with such a node.
+            stay float32, as it refuses a model with such a node. "cuda" spells out SiLU, whose fused kernel rounds inside.
         precisions: Types to judge the file in beside its own. A server may compute it in each that passed; one that did not
             is recorded in the certificate (`not_proved`), and the file is written all the same.
         search: Whether to search for nodes that must stay float32.
@@ -375,6 +378,7 @@ def _verified(
         adversarial=verification.adversarial,
         source=done.source,
         accumulators=verification.accumulators,
+        target_device=done.conversion.report.target_device,
         placement=None if isinstance(placement, str) else placement.to_json(),
         notes=(*samples.notes, *verification.notes),
         task=verification.task,
@@ -399,7 +403,7 @@ def _searched(
     progress("searching for what must stay float32; Ctrl-C ends the search and keeps the best set found")
     half, model = half_named(options.dtype), onnx_ir.from_proto(source.proto)
     if options.upgrade_opset:
-        upgrade_opset(model, half, options.target_device)
+        upgrade_opset(model, half, options.target_device, repair=options.repair)
     found = find_fp32_nodes(
         model,
         samples.inputs,
@@ -436,6 +440,7 @@ def _publish(
     source, staged = done.source, done.staged
     written = open_model(staged.path)
     size_bytes, why = written.size_bytes, growth(source, written)
+    warnings = () if done.conversion.report.target_device == "cpu" else predict_cuda(written)
     published = target.publish(source, staged, certificate, recorded)
     return Converted(
         path=published.path,
@@ -446,6 +451,7 @@ def _publish(
         placement=placement,
         search=found,
         superseded=published.superseded,
+        cuda=warnings,
         growth=why,
         url=published.url,
     )

@@ -87,6 +87,9 @@ STAGES = {
         extra="bench",
         configurable=True,
     ),
+    "doctor": Stage(
+        module="halfserve.serve.doctor.doctor_command", help="Say what works on this machine, and what is missing."
+    ),
     "demo": Stage(module="halfserve.examples.digits.demo", help="The whole way on handwritten digits.", extra="demo"),
 }
 

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from halfserve.compiled_build import SWITCH
+from halfserve.nvidia_libraries import nvidia_libraries
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -75,6 +76,16 @@ def test_a_version_that_is_known_to_do_wrong_is_not_allowed(name: str, version: 
     allowing = [requirement.specifier for requirement in requirements if requirement.name == name]
     assert allowing
     assert not any(specifier.contains(version) for specifier in allowing)
+
+
+def test_each_library_of_cuda_has_an_upper_bound_that_allows_what_is_pinned() -> None:
+    pins = pinned()
+    requirements = [Requirement(text) for text in PROJECT["project"]["optional-dependencies"]["cuda"]]
+    bounded = {requirement.name: requirement.specifier for requirement in requirements if requirement.name != "nvidia-ml-py"}
+    assert bounded.keys() == {library.package for library in nvidia_libraries(13)} | {"onnxruntime-gpu"}
+    for name, allowed in bounded.items():
+        assert allowed.contains(pins[name]), name
+        assert not allowed.contains("99"), f"{name}: a version that was not tested is allowed"
 
 
 def test_an_installation_holds_every_module_under_one_name(tmp_path: Path) -> None:

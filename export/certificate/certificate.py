@@ -21,7 +21,7 @@ from halfserve.protos.certificates import SCHEMA, certificate_sha256
 # Raised where readers of the number before would misunderstand a certificate. A new field with a default does not raise it: add
 # the field to its dataclass, and nothing else. Readers ignore fields that they do not know, with a note; hashes and signatures
 # cover the fields that a file has.
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +146,9 @@ class OutputVerdict:
 
     Attributes:
         name: The output's name in the ONNX model.
-        execution: "rounded" (rounding after every node, which simulates half-precision hardware), "runtime" (ONNX Runtime's CPU
-            provider) or "cuda" (its CUDA provider, where there is a GPU).
+        execution: "rounded" (rounding after every node, which simulates half-precision hardware), "cuda" (rounding inside nodes
+            too, as ONNX Runtime's CUDA kernels do; absent where they do not, and for the target "cpu"), "runtime" (ONNX
+            Runtime's CPU provider) or "gpu" (its CUDA provider, where there is a GPU). Before version 7, "cuda" was the latter.
         figures: Error figures against the reference.
         violations: The limits of the budget that are exceeded.
         plot: Data of the plots.

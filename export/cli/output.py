@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -75,6 +76,7 @@ def as_plain(done: Converted) -> dict[str, Any]:
         "search": done.search and done.search.to_json(),
         "placement": {"error": done.placement} if isinstance(done.placement, str) else done.placement.to_json(),
         "superseded": list(done.superseded),
+        "cuda": [asdict(warning) for warning in done.cuda],
         "growth": done.growth,
     }
 
@@ -90,7 +92,7 @@ def print_conversion(done: Converted, *, in_full: bool = False) -> None:
     if done.search is not None:
         console.print(search_table(done.search))
     if isinstance(placed, str):
-        lines = [f"placement {placed}"]
+        lines = [f"placement {placed}", *cuda_lines(done.cuda)]
     elif in_full:
         console.print(placement_table(placed))
         lines = []
@@ -227,7 +229,7 @@ def placement_lines(placement: Placement) -> list[str]:
         casts += f", {placement.casts_at_runtime} when it runs; copies {placement.copies}"
     lines = [f"placement {nodes}; {casts}; float32 islands {len(placement.islands)}"]
     lines += [f"runtime   {crash}" for crash in placement.crashes]
-    lines += [f"on CUDA   {line}" for line in _cuda_lines(placement.cuda)]
+    lines += cuda_lines(placement.cuda)
     return lines
 
 
@@ -248,11 +250,13 @@ def placement_table(placement: Placement) -> Group:
     return Group(providers, *([islands] if placement.islands else []), *(Text(line) for line in placement_lines(placement)))
 
 
-def _cuda_lines(warnings: tuple[CudaWarning, ...]) -> list[str]:
+def cuda_lines(warnings: tuple[CudaWarning, ...]) -> list[str]:
+    """The nodes that CUDA does not compute as they are, one line for each kind."""
     texts = Counter(warning.text for warning in warnings)
     first = {warning.text: warning.node for warning in reversed(warnings)}
     lines = [f"{first[text]}{f' and {count - 1} more' if count > 1 else ''}: {text}" for text, count in texts.most_common()]
-    return [*lines[:LISTED], *([f"{len(lines) - LISTED} more kinds of nodes"] if len(lines) > LISTED else [])]
+    lines = [*lines[:LISTED], *([f"{len(lines) - LISTED} more kinds of nodes"] if len(lines) > LISTED else [])]
+    return [f"on CUDA   {line}" for line in lines]
 
 
 def _kinds(counts: dict[str, int]) -> str:

@@ -92,7 +92,7 @@ class TargetOptions:
     ] = "float32"
     provider: Annotated[
         Literal["auto", "cpu", "cuda"],
-        _target(help="Where to run beside the simulation: auto takes a GPU where there is one."),
+        _target(help="Where to run beside the simulation: auto takes a GPU where there is one; cpu leaves CUDA out."),
     ] = "auto"
     precisions: Annotated[
         str,
@@ -165,6 +165,7 @@ def verify(
                 adversarial=given.adversarial,
                 longest=None if path is None else sizes,
                 accumulators=target.accumulators,
+                target_device="cpu" if target.provider == "cpu" else "any",
                 cuda=None if target.provider == "auto" else target.provider == "cuda",
                 notes=judged_on.notes,
             )

@@ -35,7 +35,7 @@ class ConversionSettings:
         repair: Whether to first rewrite operations that would exceed the half type.
         half: The type to convert to.
         target_device: Where the model shall run; "any" stands for both. ONNX Runtime refuses a bfloat16 node without a kernel
-            on CUDA; on CPUs the server computes bfloat16 models in float32.
+            on CUDA; on CPUs the server computes bfloat16 models in float32. "cuda" spells out SiLU for its kernels.
     """
 
     keep_io_types: bool | tuple[str, ...] = True
@@ -57,12 +57,12 @@ class ConversionSettings:
         return any(fnmatchcase(name or "", pattern) for pattern in self.keep_io_types)
 
     def summary(self) -> str:
-        """All settings but the type in one line, the same line for equal settings; the target matters for bfloat16 alone."""
+        """All settings but the type in one line, the same for equal ones; targets "any" and "cpu" are one for float16."""
         kept = self.keep_io_types if isinstance(self.keep_io_types, bool) else ",".join(self.keep_io_types)
         return (
             f"keep_io_types={kept} keep_fp32_ops={','.join(self.keep_fp32_ops)} "
             f"keep_fp32_nodes={','.join(self.keep_fp32_nodes)} repair={self.repair}"
-            f"{f' target={self.target_device}' if self.half.has_float32_range else ''}"
+            f"{f' target={self.target_device}' if self.half.has_float32_range or self.target_device == 'cuda' else ''}"
         )
 
 

@@ -113,7 +113,9 @@ def convert(
 def _convert_upgraded(model: onnx_ir.Model, *, upgrade_opset: bool = False, **options: Unpack[ConvertArguments]) -> Conversion:
     """Raise the model's opset if `upgrade_opset` asks for it, then `convert`."""
     half = half_named(options.get("dtype", "float16"))
-    raised = upgrade(model, half, options.get("target_device", "any")) if upgrade_opset else ()
+    raised: tuple[Repair, ...] = ()
+    if upgrade_opset:
+        raised = upgrade(model, half, options.get("target_device", "any"), repair=options.get("repair", True))
     done = convert(model, **options)
     return replace(done, report=replace(done.report, repairs=(*raised, *done.report.repairs)))
 
@@ -190,7 +192,7 @@ def convert_float_to_float16(
         upgrade_opset: Whether to raise the model's opset first, see `halfserve.export.onnx_fp16.opset_upgrade.upgrade_opset`.
         dtype: The type to convert to, "float16" or "bfloat16".
         target_device: Where the model shall run. For "cuda" and "any", bfloat16 nodes for which ONNX Runtime has no CUDA kernel
-            stay float32, as it refuses a model with such a node.
+            stay float32, as it refuses a model with such a node. "cuda" spells out SiLU, whose fused kernel rounds inside.
 
     Returns:
         A new model. For models over 2 GiB use `halfserve.export.onnx_fp16.convert.convert_file`.

@@ -23,6 +23,7 @@ from halfserve.export.onnx_fp16.element_types import (
 )
 from halfserve.export.onnx_fp16.graph import FreshNames, all_graphs, all_nodes, operators
 from halfserve.export.onnx_fp16.planning.decisions import NORMS, SOFTMAXES, SUMS
+from halfserve.export.onnx_fp16.repair.cuda_forms import bound_to_kernel
 from halfserve.export.onnx_fp16.repair.norms import FIRST_OPSET_WITH_LAYER_NORM
 from halfserve.export.placement.cuda_kernels import lost_on_cuda, takes_on_cuda
 
@@ -44,12 +45,15 @@ _REDUCTIONS = operators(
 _GRID_MODES = {"bilinear": "linear", "bicubic": "cubic"}
 
 
-def upgrade_opset(model: onnx_ir.Model, half: HalfType = FP16, target_device: TargetDevice = "any") -> tuple[Repair, ...]:
+def upgrade_opset(
+    model: onnx_ir.Model, half: HalfType = FP16, target_device: TargetDevice = "any", *, repair: bool = True
+) -> tuple[Repair, ...]:
     """Raise a model's opset in place, as far as that lets more nodes compute in half precision; weights stay where they lie.
 
     float16 gains from opset 17, which has LayerNormalization; bfloat16 from the first opset up to 22 at which all of the
     model's operators take it: 16 for Where, 22 for Conv. For CUDA, operators count that have a kernel there, and an opset at
-    which another operator of the model loses its kernel is not used: MaxPool has none from 22 on.
+    which another operator of the model loses its kernel is not used, unless a repair writes that by operators with a kernel:
+    MaxPool has none from 22 on, and becomes slices.
 
     Returns:
         The change; empty where the model has that opset or a later one, or none of ONNX's own operators.
@@ -62,7 +66,7 @@ def upgrade_opset(model: onnx_ir.Model, half: HalfType = FP16, target_device: Ta
     after = (
         FIRST_OPSET_WITH_LAYER_NORM
         if half is FP16
-        else max(FIRST_OPSET_WITH_LAYER_NORM, _first_opset(model, half, target_device))
+        else max(FIRST_OPSET_WITH_LAYER_NORM, _first_opset(model, half, target_device, repair=repair))
     )
     if before is None or before >= after:
         return ()
@@ -80,10 +84,10 @@ def upgrade_opset(model: onnx_ir.Model, half: HalfType = FP16, target_device: Ta
     return (Repair(pass_name=UPGRADE, nodes=(), text=f"opset {before} became {after}"),)
 
 
-def _first_opset(model: onnx_ir.Model, half: HalfType, target_device: TargetDevice) -> int:
+def _first_opset(model: onnx_ir.Model, half: HalfType, target_device: TargetDevice, *, repair: bool) -> int:
     """The first opset at which as many of the model's operators as possible take the half type; at most LAST_RAISED."""
     opset = model.opset_imports.get("", 1)
-    used = {node.op_type for node in all_nodes(model) if not node.domain}
+    used = bound_to_kernel(all_nodes(model), repair=repair)
     gaining = {
         first
         for node in all_nodes(model)

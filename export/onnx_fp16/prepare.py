@@ -29,7 +29,7 @@ def repair_model(model: onnx_ir.Model, settings: ConversionSettings | None = Non
         reason = keep_reason(node, settings)
         if reason is not None:
             node.metadata_props.setdefault(KEEP, reason)
-    repairs = run_passes(model, repairs_for(settings.half))
+    repairs = run_passes(model, repairs_for(settings))
     if repairs:
         name_nodes(model)
         _unify_constants(model)

@@ -7,7 +7,6 @@ code 1, the reason for which the runtime refuses the model.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections import Counter
@@ -32,8 +31,9 @@ def main(model: str, level: str, providers: str, optimized: str) -> None:
     for key, value in entries.items():
         options.add_session_config_entry(key, value)
     if CUDA in providers:
-        with contextlib.redirect_stdout(sys.stderr):
-            onnxruntime.preload_dlls()  # the runtime does not find pip's CUDA and cuDNN otherwise
+        from halfserve.nvidia_libraries import load_nvidia_libraries  # noqa: PLC0415  (the CPU needs nothing of the package)
+
+        load_nvidia_libraries()
     try:
         session = onnxruntime.InferenceSession(model, options, providers=providers.split(","))
     except Exception as error:  # noqa: BLE001  (the runtime's exceptions have no common class of their own)

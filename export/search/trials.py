@@ -23,7 +23,7 @@ from halfserve.export.onnx_fp16.convert import convert
 from halfserve.export.search.narrowing import OutOfRunsError, Usage
 from halfserve.export.search.searched_model import SearchedModel
 from halfserve.export.verification.comparison import Comparison, allow_reference_noise
-from halfserve.export.verification.executions import gpu_is_there, run_levels, run_simulated
+from halfserve.export.verification.executions import gpu_is_there, run_as_on_cuda, run_levels, run_simulated
 from halfserve.export.verification.generated.adversarial import adversarial_cases
 from halfserve.export.verification.generated.lengths import TARGETS, LongerSizes, VaryingSizes
 from halfserve.export.verification.judging import headroom
@@ -203,7 +203,7 @@ class Trials:
         risks = simulated.risks if self._float16_sums else ()
         verdict = self._verdict(compared, "rounded", simulated.answer, risks)
         outputs, adversarial = verdict.outputs, verdict.adversarial
-        for execution, answer in self._real(compared) if verdict.passed else ():
+        for execution, answer in self._others(compared) if verdict.passed else ():
             verdict = self._verdict(compared, execution, answer)
             outputs, adversarial = (*outputs, *verdict.outputs), (*adversarial, *verdict.adversarial)
             if not verdict.passed:
@@ -220,12 +220,16 @@ class Trials:
             risky=tuple(risk.node for risk in risks),
         )
 
-    def _real(self, compared: Comparison) -> Iterator[tuple[str, RunResult]]:
-        """Results of the CPU provider at its highest sound level, and of a GPU where there is one."""
+    def _others(self, compared: Comparison) -> Iterator[tuple[str, RunResult]]:
+        """Results as CUDA computes it, of the CPU provider at its highest sound level, and of a GPU where there is one."""
+        if self._searched.settings.target_device != "cpu":
+            on_cuda = run_as_on_cuda(compared.candidate, self._sandbox, compared.staged, compared.half)
+            if on_cuda is not None:
+                yield "cuda", on_cuda
         yield "runtime", run_levels(compared, self._budget, below=False).answer
         on_gpu = compared.on_cuda() if gpu_is_there() else None
         if on_gpu is not None:
-            yield "cuda", on_gpu
+            yield "gpu", on_gpu
 
     def _verdict(self, compared: Comparison, execution: str, answer: RunResult, risks: Sequence[Risk] = ()) -> PrecisionVerdict:
         """The verdict that `verify` would give on one execution."""

@@ -29,6 +29,7 @@ from halfserve.export.verification.judging import ComparedOutput, Judged, judge,
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.samples import Array, Feed, Feeds, Value, as_array, inputs_of
 from halfserve.export.verification.sandbox import CUDA, LEVELS, RunResult, Sandbox, StagedFeed, on_disk, open_reference
+from halfserve.files.cuda_products import product_options
 
 if TYPE_CHECKING:
     from torch import nn
@@ -139,8 +140,9 @@ class Comparison:
         return replace(judged, verdicts=(replace(first, violations=(*first.violations, *broken), task=figures), *others))
 
     def on_cuda(self) -> RunResult | None:
-        """The candidate's result on a GPU; None where ONNX Runtime cannot use one."""
-        answer = self.sandbox.run(self.path, self.staged, level="ORT_ENABLE_ALL", provider=CUDA)
+        """The candidate's result on a GPU, as the server runs it; None where ONNX Runtime cannot use one."""
+        options = product_options(self.candidate.outline)
+        answer = self.sandbox.run(self.path, self.staged, level=LEVELS[0], provider=CUDA, options=options)
         return answer if CUDA in answer.providers or answer.crash else None
 
     def second_run(self) -> list[list[Value]]:

@@ -1,4 +1,4 @@
-"""Executions of a candidate: simulated on the CPU, and by ONNX Runtime at each optimisation level.
+"""Executions of a candidate: simulated on the CPU, for any device and for CUDA, and by ONNX Runtime at each level.
 
 Some optimisation levels of ONNX Runtime crash on a model, and some change its answers, so the highest sound level is
 searched.
@@ -39,7 +39,7 @@ from halfserve.export.verification.sandbox import (
     on_disk,
     written_model,
 )
-from halfserve.export.verification.simulation import SumChecks, round_every_node, rounds, with_sum_checks
+from halfserve.export.verification.simulation import SumChecks, has_cuda_steps, round_every_node, rounds, with_sum_checks
 
 # Folds constants, and fuses nothing across nodes: a fused node would round once where a GPU rounds twice.
 ROUNDED_LEVEL = "ORT_ENABLE_BASIC"
@@ -103,6 +103,18 @@ def run_simulated(
     risks = tuple(checks.over(largest)) if largest else ()
     answer = RunResult(batches=cut, crash=answer.crash, refusal=answer.refusal, providers=answer.providers)
     return SimulatedRun(answer=answer, risks=risks, unchecked=checks.unchecked)
+
+
+def run_as_on_cuda(candidate: ModelFile, sandbox: Sandbox, batches: Sequence[StagedFeed], half: HalfType) -> RunResult | None:
+    """Run the candidate as ONNX Runtime's CUDA kernels compute it (see `halfserve.export.verification.cuda_steps`).
+
+    `half` is the type in which it is written. Returns None where the kernels round as `run_simulated` does.
+
+    Raises:
+        ExportError: The model cannot be simulated.
+    """
+    rounded = round_every_node(_simulable(candidate), half, cuda=True)
+    return _run_simulation(rounded, candidate, sandbox, batches) if has_cuda_steps(rounded.graph) else None
 
 
 def gpu_is_there() -> bool:

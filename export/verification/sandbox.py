@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import shutil
 import signal
@@ -23,6 +24,7 @@ import onnxruntime
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import ModelFile
 from halfserve.export.verification.samples import Array, Value
+from halfserve.files.cuda_products import CUDA_ENVIRONMENT
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
@@ -120,16 +122,17 @@ class Sandbox:
         *,
         level: str,
         provider: str = CPU,
+        options: Mapping[str, str] | None = None,
         weights: Sequence[Mapping[str, Any]] = (),
     ) -> RunResult:
         """Open a model and run batches that `stage` wrote, if any.
 
-        `level` is a name in `onnxruntime.GraphOptimizationLevel`; `weights` are initializers in other files than the model
-        names (see `halfserve.export.verification.worker`).
+        `level` is a name in `onnxruntime.GraphOptimizationLevel`; `options` are the provider's; `weights` are initializers in
+        other files than the model names (see `halfserve.export.verification.worker`).
         """
         folder = self.new_folder()
-        request = {"model": str(model.absolute()), "level": level, "provider": provider, "batches": list(batches)}
-        request["weights"] = list(weights)
+        request: dict[str, Any] = {"model": str(model.absolute()), "level": level, "provider": provider}
+        request |= {"options": dict(options or {}), "batches": list(batches), "weights": list(weights)}
         line = json.dumps({**request, "folder": str(folder)})
         shared = self._process is not None
         answer = self._ask(line)
@@ -158,7 +161,14 @@ class _Process:
     def __init__(self, command: list[str], errors: Path) -> None:
         self._errors = errors
         with errors.open("wb") as stderr:
-            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True)
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env={**CUDA_ENVIRONMENT, **os.environ},
+            )
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

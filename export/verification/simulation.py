@@ -8,7 +8,8 @@ model is held in float32 besides (see `verification.float32_copy`), as the CPU p
 
 Sums inside a node stay float32, as in ONNX Runtime's CUDA kernels and in processors with bfloat16 instructions: cuBLAS and
 cuDNN use float32 as compute type, and softmax and norms accumulate in float32. A few operators round inside and are decomposed,
-and constants of others are rounded (see `verification.kernel_steps` for both).
+and constants of others are rounded (see `verification.kernel_steps` for both). The simulation of CUDA decomposes activations
+and rounds operands of float32 products besides (see `verification.cuda_steps`).
 
 A runtime that sums in float16, as TensorRT may in strongly typed networks, can overflow inside a node whose result fits: a
 mean of 300 squares may be 4e4 while their sum is 1.2e7. Sum checks add an output for each such node: the sum of magnitudes
@@ -35,6 +36,7 @@ from halfserve.export.onnx_files.model_file import format_opset
 from halfserve.export.onnx_files.proto_graphs import bodies
 from halfserve.export.onnx_fp16.element_types import Signature, signature_named
 from halfserve.export.onnx_fp16.graph import TYPE_ATTRIBUTES
+from halfserve.export.verification.cuda_steps import STEP, CudaKernels
 from halfserve.export.verification.float32_copy import hold_in_float32
 from halfserve.export.verification.kernel_steps import (
     AXES_ARE_INPUT_FROM,
@@ -47,6 +49,7 @@ from halfserve.export.verification.kernel_steps import (
     kernel_steps,
     tensors_in,
 )
+from halfserve.files.cuda_products import has_half_convolution
 
 # Operators that move or convert values and cannot round.
 _MOVERS = """
@@ -78,12 +81,14 @@ _UNBOUNDED = """
 UNBOUNDED = frozenset(_UNBOUNDED.split())
 
 
-def round_every_node(model: onnx.ModelProto, half: HalfType = FP16, written: HalfType | None = None) -> onnx.ModelProto:
+def round_every_node(
+    model: onnx.ModelProto, half: HalfType = FP16, written: HalfType | None = None, *, cuda: bool = False
+) -> onnx.ModelProto:
     """Copy a half-precision model so that its nodes compute in float32 and round each result to `half`.
 
     Inputs and outputs stay, except where `half` or `written` is bfloat16: there those of a half type become float32, and hold
     numbers of that type. `written` is the type in which the model is written, `half` by default; another one's weights are
-    rounded to `half` too.
+    rounded to `half` too. With `cuda`, nodes round inside too where ONNX Runtime's CUDA kernels do.
 
     Functions are inlined, and bodies of If, Loop and Scan round too. Nodes of other types stay unchanged. Types of values come
     from shape inference, else from value_info, else from operator signatures (see `ElementTypes`).
@@ -98,7 +103,11 @@ def round_every_node(model: onnx.ModelProto, half: HalfType = FP16, written: Hal
     except (shape_inference.InferenceError, ValueError, RuntimeError) as error:
         raise ExportError(f"cannot tell the types of the model's values: {str(error).splitlines()[0]}") from error
     opsets = {entry.domain: entry.version for entry in typed.opset_import}
-    _rewrite(typed.graph, ElementTypes(opsets, written), {}, {}, count())
+    types = ElementTypes(opsets, written)
+    kernels = None
+    if cuda:
+        kernels = CudaKernels(half=written, opset=types.opset, has_tf32=has_half_convolution(typed))
+    _rewrite(typed.graph, types, {}, {}, count(), kernels)
     if not opsets.keys() & {"", "ai.onnx"}:
         typed.opset_import.append(helper.make_opsetid("", format_opset(typed.ir_version)))  # for the casts
     if BF16 in (half, written):
@@ -120,6 +129,13 @@ def rounds(graph: onnx.GraphProto) -> bool:
     return any(_takes_rounded(node) or any(map(rounds, bodies(node))) for node in graph.node)
 
 
+def has_cuda_steps(graph: onnx.GraphProto) -> bool:
+    """Whether a model that was rounded for CUDA differs from one that was not, bodies included."""
+    return any(STEP in name for node in graph.node for name in node.output) or any(
+        has_cuda_steps(body) for node in graph.node for body in bodies(node)
+    )
+
+
 def _takes_rounded(node: onnx.NodeProto) -> bool:
     return simulated_node(node) or any(RAISED in name for name in node.input)
 
@@ -130,6 +146,7 @@ def _rewrite(
     known: Mapping[str, int],
     seen: Mapping[str, TensorProto],
     numbers: Iterator[int],
+    cuda: CudaKernels | None,
 ) -> None:
     types, constants, tensors = outer.within(graph), {**known, **constants_in(graph)}, {**seen, **dict(tensors_in(graph))}
     stored = StoredConstants(half=types.half, opset=types.opset, tensors=tensors)
@@ -139,15 +156,16 @@ def _rewrite(
         inner = list(bodies(node))
         types.guess(node)
         for body in inner:
-            _rewrite(body, types, constants, tensors, numbers)
+            _rewrite(body, types, constants, tensors, numbers, cuda)
         if node.op_type == "CastLike" and types.is_half(node.input[1]):
             nodes.append(helper.make_node("Cast", node.input[:1], node.output, to=types.half.elem_type))
         elif inner or _only_moves(node) or not any(types.is_half(name) for name in node.input):
-            nodes.append(node)
+            nodes += cuda.products(node, types.is_float32, numbers) if cuda is not None else [node]
         elif is_cumsum(node, constants):
             nodes += cumsum_steps(node, constants, types.half.elem_type)
         else:
-            for part in stored.steps(node, numbers) or kernel_steps(node, types.opset, numbers):
+            steps = cuda.steps(node, numbers) if cuda is not None else []
+            for part in steps or stored.steps(node, numbers) or kernel_steps(node, types.opset, numbers):
                 types.guess(part)
                 nodes += rounder.around(part)
     del graph.node[:]
@@ -228,6 +246,9 @@ class ElementTypes:
 
     def is_half(self, name: str) -> bool:
         return self._types.get(name) == self.half.elem_type
+
+    def is_float32(self, name: str) -> bool:
+        return self._types.get(name) == TensorProto.FLOAT
 
     def _bound(self, node: onnx.NodeProto, signature: Signature) -> Iterator[tuple[str, int]]:
         """The signature's type variables as the node's inputs determine them."""

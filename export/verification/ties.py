@@ -21,11 +21,12 @@ from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import FP16
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.verification.comparison import Comparison
-from halfserve.export.verification.executions import INLINE_LIMIT_BYTES, for_cpu, run_simulated
+from halfserve.export.verification.executions import INLINE_LIMIT_BYTES, for_cpu, run_as_on_cuda, run_simulated
 from halfserve.export.verification.generated.adversarial import AdversarialCase
 from halfserve.export.verification.judging import judge_cases
 from halfserve.export.verification.samples import Array, Value
 from halfserve.export.verification.sandbox import CUDA, LEVELS, RunResult, on_disk, open_reference
+from halfserve.files.cuda_products import product_options
 
 PREFIX = "halfserve/ties/"
 INDICES = {"TopK": 1, "ArgMax": 0, "ArgMin": 0}  # the output of each operator that holds indices
@@ -193,7 +194,11 @@ def _run_candidate(choices: Sequence[_Choice], number: int, execution: str, comp
         simulated = run_simulated(exposed, sandbox, staged, user_batches=0, products=False, half=half, written=written)
         batches = simulated.answer.batches
     elif execution == "cuda":
-        batches = sandbox.run(on_disk(exposed, sandbox), staged, level=LEVELS[0], provider=CUDA).batches
+        on_cuda = run_as_on_cuda(exposed, sandbox, staged, comparison.half)
+        batches = () if on_cuda is None else on_cuda.batches
+    elif execution == "gpu":
+        options = product_options(exposed.outline)
+        batches = sandbox.run(on_disk(exposed, sandbox), staged, level=LEVELS[0], provider=CUDA, options=options).batches
     else:
         batches = open_reference(for_cpu(comparison.of(exposed))[0], sandbox, staged)
     return _first(batches)

@@ -17,7 +17,7 @@ from halfserve.export.certificate.budget import Budget, usual_budgets
 from halfserve.export.certificate.certificate import Accuracy, Certificate, PrecisionVerdict, Risk
 from halfserve.export.certificate.embed import graph_sha256
 from halfserve.export.export_errors import ExportError
-from halfserve.export.half_types import HALF_TYPES, Accumulators, HalfName, HalfType, half_named
+from halfserve.export.half_types import HALF_TYPES, Accumulators, HalfName, HalfType, TargetDevice, half_named
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
 from halfserve.export.onnx_files.proto_graphs import half_type_of
 from halfserve.export.onnx_fp16.conversion_settings import installed_version
@@ -27,7 +27,7 @@ from halfserve.export.verification.comparison import (
     allow_reference_noise,
     reference_sensitivity,
 )
-from halfserve.export.verification.executions import RuntimeLevels, gpu_is_there, run_levels, run_simulated
+from halfserve.export.verification.executions import RuntimeLevels, gpu_is_there, run_as_on_cuda, run_levels, run_simulated
 from halfserve.export.verification.generated.adversarial import adversarial_cases
 from halfserve.export.verification.generated.lengths import LongerSizes, VaryingSizes, longer_sizes
 from halfserve.export.verification.judging import headroom
@@ -67,6 +67,7 @@ def verify(
     lengths: LongerSizes | None = None,
     source: ModelSource | ModelFile | None = None,
     accumulators: Accumulators = "float32",
+    target_device: TargetDevice = "any",
     placement: Mapping[str, Any] | None = None,
     cuda: bool | None = None,
     notes: Sequence[str] = (),
@@ -75,9 +76,10 @@ def verify(
     """Compare a float16 or bfloat16 ONNX model with its float32 reference, output by output.
 
     ONNX models run in child processes, so a crash, a hang or a refusal is recorded. The candidate runs with every node rounded
-    to its type, which simulates half-precision hardware (see `verification.simulation`), on ONNX Runtime's CPU provider at its
-    highest sound optimisation level (a bfloat16 model in float32, as the server does), and on a GPU where there is one. All
-    executions must be within the budget. Lower optimisation levels run on the first batch only.
+    to its type, which simulates half-precision hardware (see `verification.simulation`), for CUDA also with what its kernels
+    round inside (see `verification.cuda_steps`), on ONNX Runtime's CPU provider at its highest sound optimisation level (a
+    bfloat16 model in float32, as the server does), and on a GPU where there is one. All executions must be within the budget.
+    Lower optimisation levels run on the first batch only.
 
     The candidate may be judged in the other half-precision type too, in which a processor may compute it: as if its half nodes
     and weights were of that type. Nodes that it keeps in float32 stay in float32.
@@ -102,6 +104,7 @@ def verify(
         lengths: Sizes to test with `adversarial`, where `longest` is not given; those of `longer_sizes` by default.
         accumulators: Accumulator type of the target runtime. With "float16", sums that exceed its range are over budget,
             including sums inside matrix products and convolutions, and a note names nodes whose sums have no known bound.
+        target_device: Where the model shall run; for "cpu", CUDA's kernels are not simulated.
         placement: The provider of each node (`Placement.to_json`), for the certificate.
         cuda: Whether to run on a GPU; by default where there is one.
         notes: Additional notes for the certificate, such as the origin of the samples.
@@ -141,10 +144,10 @@ def verify(
         comparison = Comparison(reference, opened, sandbox, feeds, cases, made_from, task, half, written)
         require_finite(feeds.batches, comparison.expected)
         true = None if labels is None else as_array(labels)[: feeds.samples]
-        own = _found(comparison, budgets[half.name], accumulators, true, cuda)
+        own = _found(comparison, budgets[half.name], accumulators, true, target_device, cuda)
         further: dict[HalfName, PrecisionVerdict] = {
             other.name: _without_plots(
-                _found(comparison.in_precision(other), budgets[other.name], accumulators, true, cuda).verdict
+                _found(comparison.in_precision(other), budgets[other.name], accumulators, true, target_device, cuda).verdict
             )
             for other in others
         }
@@ -195,17 +198,22 @@ class _Findings:
 
 
 def _found(
-    comparison: Comparison, budget: Budget, accumulators: Accumulators, labels: Array | None, cuda: bool | None
+    comparison: Comparison,
+    budget: Budget,
+    accumulators: Accumulators,
+    labels: Array | None,
+    target_device: TargetDevice,
+    cuda: bool | None,
 ) -> _Findings:
     """Run and judge the candidate in the comparison's precision."""
     sums: Accumulators = "float32" if comparison.half.has_float32_range else accumulators
-    runs = _run(comparison, budget, products=sums == "float16", cuda=cuda)
+    runs = _run(comparison, budget, products=sums == "float16", target_device=target_device, cuda=cuda)
     judged, noise = judge_results(comparison, runs.answers, budget), tuple[str, ...]()
     over = any(verdict.violations for verdict in judged.outputs) or any(
         verdict.violations for verdict in judged.adversarial if verdict.factor is None
     )
     if over and budget.max_abs_error is None and (noise := allow_reference_noise(comparison, budget)):
-        runs = _run(comparison, budget, products=sums == "float16", cuda=cuda)  # judges levels
+        runs = _run(comparison, budget, products=sums == "float16", target_device=target_device, cuda=cuda)  # judges levels
         judged = judge_results(comparison, runs.answers, budget)
     sensitivity = reference_sensitivity(comparison, judged.outputs, budget)
     verdict = PrecisionVerdict(
@@ -234,7 +242,7 @@ class _Runs:
     notes: tuple[str, ...]
 
 
-def _run(comparison: Comparison, budget: Budget, *, products: bool, cuda: bool | None) -> _Runs:
+def _run(comparison: Comparison, budget: Budget, *, products: bool, target_device: TargetDevice, cuda: bool | None) -> _Runs:
     half, written = comparison.half, comparison.written
     runtime = run_levels(comparison, budget, below=half is written)  # first: it reports best why a model does not open
     simulated = run_simulated(
@@ -246,7 +254,11 @@ def _run(comparison: Comparison, budget: Budget, *, products: bool, cuda: bool |
         half=half,
         written=written,
     )
-    answers, notes = {"rounded": simulated.answer, "runtime": runtime.answer}, []
+    answers, notes = {"rounded": simulated.answer}, []
+    if half is written and target_device != "cpu":  # in the other type, CPUs with its arithmetic compute the file
+        on_cuda = run_as_on_cuda(comparison.candidate, comparison.sandbox, comparison.staged, half)
+        answers |= {} if on_cuda is None else {"cuda": on_cuda}
+    answers["runtime"] = runtime.answer
     if products and simulated.unchecked:
         shown, others = simulated.unchecked[:UNCHECKED_SHOWN], len(simulated.unchecked) - UNCHECKED_SHOWN
         more = f" and {others} more" if others > 0 else ""
@@ -254,7 +266,7 @@ def _run(comparison: Comparison, budget: Budget, *, products: bool, cuda: bool |
     if half is written and (gpu_is_there() if cuda is None else cuda):  # a GPU computes the file as it is written
         on_gpu = comparison.on_cuda()
         if on_gpu is not None:
-            answers["cuda"] = on_gpu
+            answers["gpu"] = on_gpu
         elif half.has_float32_range:
             notes.append(
                 "ONNX Runtime's CUDA provider does not run this bfloat16 model: the simulation shows what a GPU computes"

@@ -3,8 +3,9 @@
 It reads one JSON request a line from standard input and answers in JSON lines on standard output; arrays travel as .npy
 files. It imports only numpy and onnxruntime, so that it starts in a fraction of a second, and is started by its path.
 
-Request: `{"model": path, "level": name, "provider": name, "batches": [{input: file}], "folder": for the outputs, "weights":
-[...]}`. A weight, `{"name", "file", "dtype", "elem_type", "offset", "shape"}`, is mapped from its file in place of the model's.
+Request: `{"model": path, "level": name, "provider": name, "options": {its option: value}, "batches": [{input: file}], "folder":
+for the outputs, "weights": [...]}`. A weight, `{"name", "file", "dtype", "elem_type", "offset", "shape"}`, is mapped from its
+file in place of the model's.
 Answers: `{"stage": "opened", "providers": [...]}`, then for each batch `{"stage": "ran", "outputs": [...], "seconds": of the
 run}` or `{"stage": "failed", "error": text}`, and finally `{"stage": "done"}`; or `{"stage": "refused", "error": text}` alone.
 """
@@ -85,8 +86,11 @@ def _open(request: dict[str, Any], weights: list[Any]) -> Any:
     if weights:
         options.add_external_initializers([weight["name"] for weight in request["weights"]], weights)
     if request["provider"] == CUDA:
-        onnxruntime.preload_dlls()  # finds CUDA and cuDNN that pip installed
-    return onnxruntime.InferenceSession(request["model"], options, providers=[request["provider"]])
+        from halfserve.nvidia_libraries import load_nvidia_libraries  # noqa: PLC0415  (the CPU needs nothing of the package)
+
+        load_nvidia_libraries()
+    provider = (request["provider"], request["options"])
+    return onnxruntime.InferenceSession(request["model"], options, providers=[provider])
 
 
 def _mapped(weight: dict[str, Any]) -> Any:

@@ -148,14 +148,14 @@ def compared(
     """
     batches: Iterable[tuple[Mapping[str, Array], Mapping[str, Array] | None]]
     if samples is None:
-        made_up = ({spec.name: _made_up(spec, min(rows, MOST_ROWS), size) for spec in interface.inputs} for size in FREE_SIZES)
-        batches = ((batch, None) for batch in made_up)
+        guessed = ({spec.name: made_up(spec, min(rows, MOST_ROWS), size) for spec in interface.inputs} for size in FREE_SIZES)
+        batches = ((batch, None) for batch in guessed)
     else:
         batches = [(samples.inputs, samples.answers)]
     for batch, recorded in batches:
         try:
             answers, computed = _run(half, batch)[1], _run(float32, batch)[1]
-            error = _error(answers, computed if recorded is None else recorded)
+            error = largest_error(answers, computed if recorded is None else recorded)
             times = _timed(half, float32, batch if recorded is None else _repeated(batch, min(rows, MOST_ROWS)))
         except (InferenceError, InstanceLostError) as failure:
             if isinstance(failure, InstanceLostError) or recorded is not None:
@@ -190,7 +190,7 @@ def _run(backend: Backend, batch: Mapping[str, Array]) -> tuple[float, Mapping[s
     return time.perf_counter() - started, answers
 
 
-def _made_up(spec: TensorSpec, rows: int, size: int) -> Array:
+def made_up(spec: TensorSpec, rows: int, size: int) -> Array:
     """Make an input up: integers are ones (valid indices, lengths and masks), other numbers are normally distributed."""
     own = spec.shape[1:] if rows else spec.shape
     shape = (*((rows,) if rows else ()), *(size if n == ANY_SIZE else n for n in own))
@@ -199,7 +199,8 @@ def _made_up(spec: TensorSpec, rows: int, size: int) -> Array:
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-def _error(answers: Mapping[str, Array], expected: Mapping[str, Array]) -> float:
+def largest_error(answers: Mapping[str, Array], expected: Mapping[str, Array]) -> float:
+    """Return the largest difference, divided by the output's largest value; infinite if not both are finite."""
     worst = 0.0
     for name, wanted in expected.items():
         given: Array = answers[name]
@@ -219,7 +220,7 @@ def _error(answers: Mapping[str, Array], expected: Mapping[str, Array]) -> float
 def recorded_error(backend: Backend, samples: RecordedSamples) -> float:
     """Return the largest difference to recorded answers, divided by the output's largest value; infinite if the model fails."""
     try:
-        return _error(_run(backend, samples.inputs)[1], samples.answers)
+        return largest_error(_run(backend, samples.inputs)[1], samples.answers)
     except (InferenceError, InstanceLostError):
         return math.inf
 

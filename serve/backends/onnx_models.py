@@ -31,6 +31,7 @@ from halfserve.serve.backends.cpu_trials import (
     read_samples,
     recorded_error,
 )
+from halfserve.serve.backends.cuda_trials import CudaTrials, DeviceModel
 from halfserve.serve.backends.onnx_runtime.crash_probe import verdict_key
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
@@ -245,11 +246,18 @@ def _gain(candidate: _Candidate) -> tuple[bool, float]:
 class OnnxModels:
     """Runs each ONNX file in the runtime and precision that suit it."""
 
-    def __init__(self, onnx: OnnxRuntime, openvino: Callable[[Path], OnnxOnOpenVino], trials: TrialCache | None = None) -> None:
+    def __init__(
+        self,
+        onnx: OnnxRuntime,
+        openvino: Callable[[Path], OnnxOnOpenVino],
+        trials: TrialCache | None = None,
+        cuda: CudaTrials | None = None,
+    ) -> None:
         """`openvino` returns the second runtime for a model file, or raises a ModelLoadError if it is not installed.
 
-        `trials` caches measurements; without it each load measures again.
+        `trials` caches measurements on the CPU; without it each load measures again. `cuda` does the same on CUDA devices.
         """
+        self._cuda = cuda or CudaTrials()
         self._onnx = onnx
         self._openvino = openvino
         self._trials = trials or TrialCache(None)
@@ -263,7 +271,14 @@ class OnnxModels:
         """
         forced = config.backend == OPENVINO_BACKEND
         if not forced and (placement.require_gpu or (placement.use_gpu and why_no_device(placement) is None)):
-            return self._onnx.load(path, interface, placement, config)
+            model = DeviceModel(
+                path=path,
+                interface=interface,
+                placement=placement,
+                config=config,
+                load=lambda config, placement: self._onnx.load(path, interface, placement, config),
+            )
+            return self._cuda.load(model)
         forced = forced or _is_accelerated(config, path)
         own = own_parameter(config, PARAMETER, path)
         asked = placement.cpu_precision if own is None else CpuPrecision(own)
@@ -378,5 +393,7 @@ def _why_tied(config: ModelConfig, path: Path) -> str | None:
     if config.model_operations.op_library_filename:
         return "its configuration names operators in model_operations"
     settings = read_settings(config, path)
-    usual = SessionSettings(intra_op_threads=settings.intra_op_threads, accelerators=settings.accelerators)
+    usual = SessionSettings(
+        intra_op_threads=settings.intra_op_threads, accelerators=settings.accelerators, cuda_ways=settings.cuda_ways
+    )
     return None if settings == usual else "its configuration has settings of ONNX Runtime"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING
 from halfserve.installation import install_hint
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.cpu_trials import TrialCache
+from halfserve.serve.backends.cuda_trials import CudaTrials, WaysCache
 from halfserve.serve.backends.onnx_models import OnnxModels
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashVerdictCache, default_folder
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.python.runtime import PythonRuntime
-from halfserve.serve.engine.backend import NO_TRUST, Backend, DevicePlacement, ModelInterface, Runtime, Trust
+from halfserve.serve.engine.backend import COMPILED_FOLDER, NO_TRUST, Backend, DevicePlacement, ModelInterface, Runtime, Trust
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.disk_files import open_regular
 from halfserve.serve.engine.errors import ModelLoadError
@@ -23,6 +25,7 @@ from halfserve.serve.engine.repository.loaded_version import OwnDeclaration
 
 if TYPE_CHECKING:
     from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime
+    from halfserve.serve.backends.torch_compiled import CompiledRuntime
 
 TRUST_OPTION = "--trust-torch-archives"
 TRUST_PYTHON_OPTION = "--trust-python-models"
@@ -32,23 +35,30 @@ ZIP = b"PK\x03\x04"  # first bytes of torch.export.save's files; ONNX files, pro
 
 
 class Runtimes:
-    """Passes ONNX files to ONNX Runtime or OpenVINO, exported torch programs to torch, and OpenVINO graphs to OpenVINO.
+    """Passes ONNX files to ONNX Runtime or OpenVINO, torch programs to torch, and OpenVINO graphs to OpenVINO.
 
     torch and OpenVINO are imported for the first model that needs them.
     """
 
-    def __init__(self, probe: CrashProbe | None = None, trust: Trust = NO_TRUST, trials: TrialCache | None = None) -> None:
+    def __init__(
+        self,
+        probe: CrashProbe | None = None,
+        trust: Trust = NO_TRUST,
+        trials: TrialCache | None = None,
+        ways: CudaTrials | None = None,
+    ) -> None:
         """Make the runtimes.
 
         `probe` loads ONNX models in another process first; None loads them without a trial. `trials` caches which precision is
-        faster on the CPU; None measures at each load.
+        faster on the CPU, `ways` how models are computed on CUDA devices; None measures at each load.
         """
         self._probe = probe
         self._trust = trust
         self._python = PythonRuntime()
         runtime = OnnxRuntime(probe, trust_custom_operators=trust.custom_operators)
-        self._onnx = OnnxModels(runtime, self._openvino_for, trials)
+        self._onnx = OnnxModels(runtime, self._openvino_for, trials, ways)
         self._torch: Runtime | None = None
+        self._compiled: CompiledRuntime | None = None
         self._openvino: OpenVinoRuntime | None = None
 
     def connect(self, calls: ModelCalls) -> None:
@@ -56,10 +66,13 @@ class Runtimes:
         self._python.connect(calls)
 
     def declared(self, path: Path, config: DeclaredConfig, name: str) -> OwnDeclaration | None:
-        """See `DeclaringRuntime`; only Python models have their interface in their configuration.
-        Raises ModelLoadError: Python models are not trusted here, or this one cannot be used.
+        """See `DeclaringRuntime`; Python models and compiled torch programs have their interface in their configuration.
+        Raises ModelLoadError: such models are not trusted here, or this one cannot be used.
         """
-        return self._trusted_python(path).declared(path, config, name) if path.suffix == PYTHON_SUFFIX else None
+        if path.suffix == PYTHON_SUFFIX:
+            return self._trusted_python(path).declared(path, config, name)
+        runtime = self._of(path)
+        return runtime.declared(config) if runtime is not None and runtime is self._compiled else None
 
     def describe(self, path: Path) -> ModelInterface:
         """Read a model file's interface. Raises ModelLoadError: the file is missing, is not a model, is an untrusted torch
@@ -98,11 +111,12 @@ class Runtimes:
                 f"{path}: is a torch archive, which can run any code as the server's user when it is loaded; export the model "
                 f"to ONNX, or start the server with {TRUST_OPTION} if you trust everybody who writes model files there"
             )
-        if self._torch is None:
+        if self._torch is None or self._compiled is None:
             with _installed(path, "a torch program", f"export the model to ONNX, or {install_hint('train')}"):
                 from halfserve.serve.backends.torch_backend import TorchRuntime  # noqa: PLC0415  (takes a second, and may not be there)
-            self._torch = TorchRuntime()
-        return self._torch
+                from halfserve.serve.backends.torch_compiled import CompiledRuntime  # noqa: PLC0415  (see above)
+            self._torch, self._compiled = TorchRuntime(), CompiledRuntime()
+        return self._compiled if _is_compiled(path) else self._torch
 
     def _openvino_for(self, path: Path) -> OpenVinoRuntime:
         if self._openvino is None:
@@ -110,6 +124,15 @@ class Runtimes:
                 from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime  # noqa: PLC0415  (may not be there)
             self._openvino = OpenVinoRuntime(self._probe, trust_custom_operators=self._trust.custom_operators)
         return self._openvino
+
+
+def _is_compiled(path: Path) -> bool:
+    """Return whether a torch archive holds a program that AOTInductor compiled."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(COMPILED_FOLDER in name for name in archive.namelist())
+    except (OSError, zipfile.BadZipFile):  # reported by the runtime that reads it
+        return False
 
 
 @contextmanager
@@ -125,4 +148,5 @@ def probing_runtimes(trust: Trust = NO_TRUST) -> Runtimes:
     """Make all runtimes, with a crash probe that caches its verdicts in the user's cache folder."""
     folder = default_folder()
     trials = TrialCache(None if folder is None else folder.with_name("cpu_precision"))
-    return Runtimes(CrashProbe(CrashVerdictCache(folder)), trust, trials)
+    ways = CudaTrials(WaysCache(None if folder is None else folder.with_name("cuda_ways")))
+    return Runtimes(CrashProbe(CrashVerdictCache(folder)), trust, trials, ways)

@@ -72,17 +72,16 @@ class TorchRuntime:
         Raises:
             ModelLoadError: a setting is invalid, or a required GPU cannot be used.
         """
-        device = _device(path, placement)
+        device = chosen_device(path, placement)
         described, self._described = self._described, None
         program = described[1] if described is not None and described[0] == _file(path) else _read(path)
         halves = half_dtypes(program)
         indices = index_ranges(program)
         upcast = bool(halves) and device == CPU and can_upcast(program)
         asked = read_settings(config, path).intra_op_threads
-        threads = (placement.threads if asked is None else asked) or fewer_cores()
-        if threads and device == CPU:  # torch has one number of threads for all models of the process
-            torch.set_num_threads(threads)
-        if device != CPU:
+        if device == CPU:
+            set_threads(asked, placement)
+        else:
             settle_thread(placement.device_id)
             with RECORDING_LOCK.opening():
                 program = move_to_device_pass(program, str(device))
@@ -140,11 +139,12 @@ class TorchBackend:
         for place in self._changing:  # no state passes from one request to the next
             arguments[place] = arguments[place].clone()
         for name, array in inputs.items():
-            arguments[self._places[name]] = self._tensor(array)
+            tensor = as_tensor(array).to(self._device)
+            arguments[self._places[name]] = upcast_tensor(tensor) if self._upcast else tensor
         try:
             outputs = self._program(*arguments)[self._skipped :]
             return {
-                spec.name: _array(tensor, spec.datatype.array_dtype)
+                spec.name: as_array(tensor, spec.datatype.array_dtype)
                 for spec, tensor in zip(self._interface.outputs, outputs, strict=True)
             }
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
@@ -154,15 +154,6 @@ class TorchBackend:
 
     def give_up(self) -> None:
         """Do nothing: torch cannot interrupt a run."""
-
-    def _tensor(self, array: Array) -> torch.Tensor:
-        # The array is copied because it is a view of a request's bytes, and a program may write to its inputs.
-        if array.dtype.name == "bfloat16":
-            tensor = torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-        else:
-            tensor = torch.from_numpy(array.copy())
-        tensor = tensor.to(self._device)
-        return upcast_tensor(tensor) if self._upcast else tensor
 
 
 for _name in ("torch.export", "torch.export.pt2_archive._package"):
@@ -211,7 +202,10 @@ def _weights_only() -> Iterator[None]:
                     os.environ[name] = value
 
 
-def _device(path: Path, placement: DevicePlacement) -> torch.device:
+def chosen_device(path: Path, placement: DevicePlacement) -> torch.device:
+    """Return the CUDA device of a placement if it may be used and is there, otherwise the CPU.
+    Raises ModelLoadError: a GPU is required, and torch sees none.
+    """
     if placement.use_gpu and placement.device_id < torch.cuda.device_count():
         return torch.device("cuda", placement.device_id)
     if placement.require_gpu:
@@ -227,7 +221,22 @@ def _argument(program: ExportedProgram, spec: Any, *, upcast: bool) -> Any:
     return upcast_tensor(value) if upcast and isinstance(value, torch.Tensor) else value
 
 
-def _array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:
+def set_threads(asked: int | None, placement: DevicePlacement) -> None:
+    """Set the number of threads on the CPU, which is one for all models of the process."""
+    threads = (placement.threads if asked is None else asked) or fewer_cores()
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def as_tensor(array: Array) -> torch.Tensor:
+    """Copy an array into a tensor: it is a view of a request's bytes, and a program may write to its inputs."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def as_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:
+    """Return a tensor as an array of a dtype, on the CPU."""
     if dtype.name == "bfloat16":
         return tensor.bfloat16().view(torch.int16).cpu().numpy().view(dtype)
     wanted = torch.from_numpy(np.empty(0, dtype)).dtype

@@ -61,6 +61,11 @@ TORCH_EXPORT = ModelKind(
 )
 
 
+# Programs that AOTInductor compiled, by Triton's name for them. Only a configuration with this platform, or none, serves them.
+TORCH_COMPILED = ModelKind(platform="torch_aoti", backend="pytorch", file_name="model.pt2")
+COMPILED_FOLDER = "/data/aotinductor/"  # part of the names of such a program's files in its archive
+
+
 # A model made of other models (serve/engine/ensembles/), without a file.
 ENSEMBLE = ModelKind(platform="ensemble", backend="", file_name="")
 
@@ -69,7 +74,7 @@ PYTHON = ModelKind(platform="python", backend="python", file_name="model.py")
 
 
 # If a version folder holds files of several kinds and its configuration names none, the first kind is used.
-KINDS = (ONNX, OPENVINO, TORCH_EXPORT, PYTHON)
+KINDS = (ONNX, OPENVINO, TORCH_EXPORT, TORCH_COMPILED, PYTHON)
 
 
 def asked_kinds(config: ModelConfig) -> tuple[ModelKind, ...]:

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
@@ -33,6 +34,21 @@ class Worker:
     def submit(self, function: Callable[..., object], *arguments: Any) -> None:
         """Run `function(*arguments)` after the jobs submitted before. The function must not raise."""
         self._jobs.put((function, arguments))
+
+    def call(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Run `function(*arguments)` after the jobs submitted before, and wait for its end; its errors pass through."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                function(*arguments)
+            except BaseException as error:  # noqa: BLE001  (the caller gets every error)
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self.submit(run)
+        done.result()
 
     @property
     def has_next(self) -> bool:

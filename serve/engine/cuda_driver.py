@@ -23,11 +23,14 @@ logger = logging.getLogger(__name__)
 
 DRIVER_NAMES = ("libcuda.so.1", "nvcuda.dll")
 HANDLE_BYTES = 64
+MAX_NAME_BYTES = 256
 DEFAULT_STREAM = None
 LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag
 # Errors that the context survives: too little memory, and calls that a recording prohibits.
 _OUT_OF_MEMORY = 2
 _OF_RECORDINGS = range(900, 909)
+# How threads wait for a device: as the driver chooses, or asleep, which leaves their core to other threads.
+SCHEDULE_AUTO, SCHEDULE_BLOCKING = 0, 4  # CU_CTX_SCHED_AUTO, CU_CTX_SCHED_BLOCKING_SYNC
 CAPTURE_MODE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _DEVICE_POINTER = ctypes.c_uint64
 
@@ -41,6 +44,10 @@ class _IpcHandle(ctypes.Structure):
 _ARGUMENTS = {
     "cuInit": (ctypes.c_uint,),
     "cuDeviceGetCount": (ctypes.POINTER(ctypes.c_int),),
+    "cuDriverGetVersion": (ctypes.POINTER(ctypes.c_int),),
+    "cuDeviceGetName": (ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
+    "cuDeviceComputeCapability": (ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_int), ctypes.c_int),
+    "cuDeviceTotalMem_v2": (ctypes.POINTER(ctypes.c_size_t), ctypes.c_int),
     "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int),
     "cuCtxPushCurrent_v2": (ctypes.c_void_p,),
@@ -82,6 +89,7 @@ class CudaDriver:
             function.argtypes, function.restype = arguments, ctypes.c_int
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._settled = threading.local()
+        self.blocking: set[int] = set()  # devices for which threads wait asleep
         self._call("cuInit", 0)
 
     @property
@@ -91,6 +99,28 @@ class CudaDriver:
         with suppress(CudaError):
             self._call("cuDeviceGetCount", ctypes.byref(count))
         return count.value
+
+    @property
+    def version(self) -> str:
+        """Newest CUDA version that the driver supports, such as "13.0"."""
+        number = ctypes.c_int(0)
+        self._call("cuDriverGetVersion", ctypes.byref(number))
+        return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+    def describe(self, device_id: int) -> dict[str, str | int]:
+        """Return a device's "name", "compute_capability", such as "9.0", and "memory_bytes".
+
+        Raises:
+            CudaError: there is no such device, or it is lost.
+        """
+        device, name, size = ctypes.c_int(0), ctypes.create_string_buffer(MAX_NAME_BYTES), ctypes.c_size_t(0)
+        major, minor = ctypes.c_int(0), ctypes.c_int(0)
+        self._call("cuDeviceGet", ctypes.byref(device), device_id)
+        self._call("cuDeviceGetName", name, MAX_NAME_BYTES, device)
+        self._call("cuDeviceComputeCapability", ctypes.byref(major), ctypes.byref(minor), device)
+        self._call("cuDeviceTotalMem_v2", ctypes.byref(size), device)
+        capability = f"{major.value}.{minor.value}"
+        return {"name": name.value.decode(errors="replace"), "compute_capability": capability, "memory_bytes": size.value}
 
     def open_shared(self, handle: bytes, device_id: int) -> SharedDeviceMemory:
         """Open memory of another process on a device, by the HANDLE_BYTES of a cudaIpcMemHandle_t.
@@ -143,6 +173,37 @@ class CudaDriver:
         with suppress(CudaError):
             self.call_within(self._context(device_id), "cuMemHostUnregister", address)
 
+    def copy_to_device(self, target: int, source: int, size: int, device_id: int) -> None:
+        """Copy bytes from the host to a device. Other Python threads run meanwhile.
+
+        Raises:
+            CudaError: an address is unknown, or the device is lost.
+        """
+        self.call_within(self._context(device_id), "cuMemcpyHtoD_v2", target, source, size)
+
+    def copy_to_host(self, target: int, source: int, size: int, device_id: int) -> None:
+        """Copy bytes from a device to the host; see `copy_to_device`."""
+        self.call_within(self._context(device_id), "cuMemcpyDtoH_v2", target, source, size)
+
+    def set_blocking_waits(self, device_id: int, *, on: bool) -> None:
+        """Set how all threads of this process wait for a device: asleep, or as the driver chooses, which may keep a core busy.
+
+        Raises:
+            CudaError: the driver is too old, or refuses.
+        """
+        device = ctypes.c_int(0)
+        self._call("cuDeviceGet", ctypes.byref(device), device_id)
+        try:
+            code = self._library.cuDevicePrimaryCtxSetFlags_v2(device, SCHEDULE_BLOCKING if on else SCHEDULE_AUTO)
+        except AttributeError:
+            raise CudaError("the driver cannot change how threads wait") from None
+        if code:
+            raise self._error(code)
+        if on:
+            self.blocking.add(device_id)
+        else:
+            self.blocking.discard(device_id)
+
     def is_lost(self, device_id: int) -> bool:
         """Whether the device is lost to this process: after an asynchronous fault every call fails."""
         try:
@@ -185,9 +246,12 @@ class CudaDriver:
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
         if code:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorString(code, ctypes.byref(text))
-            raise CudaError(f"{(text.value or b'unknown error').decode()} (CUDA error {code})", code)
+            raise self._error(code)
+
+    def _error(self, code: int) -> CudaError:
+        text = ctypes.c_char_p()
+        self._library.cuGetErrorString(code, ctypes.byref(text))
+        return CudaError(f"{(text.value or b'unknown error').decode()} (CUDA error {code})", code)
 
 
 class SharedDeviceMemory:

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from halfserve.protos.certificate_signature import VerifyingKey
-from halfserve.serve.engine.backend import CPU_PROVIDERS, ENSEMBLE, DevicePlacement, ModelKind, Runtime
+from halfserve.serve.engine.backend import CPU_PROVIDERS, ENSEMBLE, Backend, DevicePlacement, ModelKind, Runtime
 from halfserve.serve.engine.background_threads import Worker, pause, pausing, sched_batch
 from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults
 from halfserve.serve.engine.config.parameters import ignored_settings
@@ -24,7 +25,7 @@ from halfserve.serve.engine.repository.model_repository import ModelFiles
 from halfserve.serve.model_control.certificate_check import VERDICT_KEY, check_certificate
 from halfserve.serve.model_control.checks import check_batch_invariance, require_memory
 from halfserve.serve.model_control.padding_check import proved_padding
-from halfserve.serve.model_control.warm_up import short_sizes, warm_up
+from halfserve.serve.model_control.warm_up import settle, short_sizes, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -237,10 +238,29 @@ class VersionLoader:
             ModelLoadError: the version cannot be served; the message gives the reason.
         """
         if not is_ensemble(files.config.message):
-            return self.load(files).model()
+            return self._settled(self.load(files))
         model = load_ensemble(files, self.defaults)
         _warn_of_ignored(files.config, ENSEMBLE, on_device=False)
         return model
+
+    def _settled(self, version: LoadedVersion) -> Model:
+        """Make the model of a version, and run its copies on their own threads, as those that replace broken ones later are."""
+        if (again := version.reload) is not None:
+            version = replace(version, reload=partial(self._reloaded, version, again))
+        model = version.model()
+        try:
+            for instance in model.batcher.instances:
+                instance.settle(lambda backend: settle(version, backend, self.warm_up_budget_s))
+        except BaseException:
+            for instance in model.batcher.instances:
+                instance.stop()
+            raise
+        return model
+
+    def _reloaded(self, version: LoadedVersion, again: Callable[[int], Backend], number: int) -> Backend:
+        backend = again(number)
+        settle(version, backend, self.warm_up_budget_s)
+        return backend
 
 
 def _report_ignored(version: LoadedVersion) -> None:

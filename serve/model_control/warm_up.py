@@ -16,7 +16,7 @@ import numpy as np
 
 from halfserve.protos.datatypes import BY_CONFIG
 from halfserve.protos.model_config_pb2 import ModelWarmup
-from halfserve.serve.engine.backend import CALLING_PROVIDERS, PYTHON, Backend
+from halfserve.serve.engine.backend import CALLING_PROVIDERS, CPU_PROVIDERS, PYTHON, Backend
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.config.parameters import own_parameter
@@ -263,6 +263,29 @@ def warm_up(version: LoadedVersion, budget_s: float) -> None:
             if not _try(version, backend, request):
                 break
             pause()
+
+
+def settle(version: LoadedVersion, backend: Backend, budget_s: float) -> None:
+    """Run every batch size on a device from the calling thread, which then computes the batches of clients.
+
+    A device's runtime keeps handles and recordings by thread. The second run of a size records it, and no further size is run
+    after `budget_s` seconds.
+
+    Raises:
+        ModelLoadError: the model failed, or its answer does not fit its interface.
+    """
+    if own_parameter(version.config, "halfserve.warm_up") is False or version.config.model_transaction_policy.decoupled:
+        return
+    if version.interface.kind is PYTHON or backend.provider in CPU_PROVIDERS:
+        return
+    declared = declared_requests(version)
+    until = time.monotonic() + budget_s
+    for request in sized_requests(version, declared[0] if declared else None):
+        if time.monotonic() > until:
+            _warn(version, "%s: %s and more were not run on the thread that serves in %g s", request.what, budget_s)
+            return
+        if not all(_try(version, backend, request) for _ in range(2)):
+            return
 
 
 def _repeat(version: LoadedVersion, backend: Backend, request: WarmUpRequest, until: float) -> int:

@@ -17,6 +17,7 @@ from halfserve import convert_file, convert_float_to_float16, export_module, fin
 from halfserve.cli import command_of
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import BudgetExceeded
+from halfserve.export.cli.output import print_conversion
 from halfserve.export.conversion_options import ConversionOptions, KeptNodes
 from halfserve.export.conversion_targets import FileTarget, RepositoryTarget
 from halfserve.export.export_errors import ExportError
@@ -266,6 +267,20 @@ def test_what_cannot_be_placed_is_written_all_the_same(tmp_path: Path) -> None:
     assert isinstance(done.placement, str)
     assert "cannot open the model" in done.placement
     assert "Unknown" in {node.op_type for node in open_model(tmp_path / "out.onnx").proto.graph.node}
+
+
+def test_nodes_that_cuda_leaves_to_the_cpu_are_reported_for_bfloat16_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = parse("g (float[n,4] x) => (float[n,4] y) { a = MatMul (x, w) y = Tan (a) }", w=np.eye(4))
+    target = FileTarget(path=tmp_path / "out.onnx")
+    options = ConversionOptions(dtype="bfloat16")
+    place = in_one_file(model, tmp_path / "tan.onnx")
+    done = convert_verified(place, target, options=options, verification=None, progress=lambda _: None)
+    (warning,) = done.cuda
+    assert (warning.node, warning.kind) == ("y", "on the CPU")
+    print_conversion(done)
+    assert "on CUDA   y: ONNX Runtime 1.31.1 has no CUDA kernel for Tan of opset 7" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["file", "repository"])

@@ -30,6 +30,7 @@ from halfserve.export.onnx_fp16.planning.long_sums import keep_long_sums
 from halfserve.export.onnx_fp16.planning.plan import KEEP, CastingPlan
 from halfserve.export.onnx_fp16.planning.quantization import between_reason, nodes_between, quantized_gaps
 from halfserve.export.onnx_fp16.planning.weights import weight_of
+from halfserve.export.onnx_fp16.repair.cuda_forms import bound_to_kernel
 from halfserve.export.placement.cuda_kernels import TypedOperator, cuda_kernels, lost_on_cuda
 
 _TABLES = "ai.onnx.ml"
@@ -95,9 +96,8 @@ def _no_half(plan: CastingPlan, node: onnx_ir.Node) -> str:
     if later is not None:
         has = plan.model.opset_imports.get("", 1)
         offer = ": --upgrade-opset (upgrade_opset=True) raises it" if half.has_float32_range and later <= LAST_RAISED else ""
-        used = (
-            {other.op_type for other in plan.places if not other.domain} if offer and plan.settings.needs_cuda_kernels else ()
-        )
+        settings = plan.settings
+        used = bound_to_kernel(plan.places, repair=settings.repair) if offer and settings.needs_cuda_kernels else ()
         lost = lost_on_cuda(used, has, later)
         if lost:
             offer = f"; --upgrade-opset raises it for --target cpu alone, as CUDA has no kernel for {lost[0]} of opset {later}"

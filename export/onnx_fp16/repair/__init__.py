@@ -7,10 +7,17 @@ from collections.abc import Sequence
 import onnx_ir
 
 from halfserve.export.export_errors import ExportError
-from halfserve.export.half_types import HalfType
 from halfserve.export.onnx_fp16.conversion_report import Repair
+from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
+from halfserve.export.onnx_fp16.repair.cuda_forms import SPELL_OUT_CLIP, SPELL_OUT_MAX_POOL
 from halfserve.export.onnx_fp16.repair.edits import RepairPass
-from halfserve.export.onnx_fp16.repair.exponentials import FUSE_LOG_SOFTMAX, FUSE_SOFTMAX, FUSE_SOFTPLUS, LIMIT_GELU
+from halfserve.export.onnx_fp16.repair.exponentials import (
+    FUSE_LOG_SOFTMAX,
+    FUSE_SOFTMAX,
+    FUSE_SOFTPLUS,
+    LIMIT_GELU,
+    SPELL_OUT_SILU,
+)
 from halfserve.export.onnx_fp16.repair.folding import FOLD_BATCH_NORM, FOLD_SCALE, SPELL_OUT_BATCH_NORM
 from halfserve.export.onnx_fp16.repair.fragile_chains import KEEP_FRAGILE, KEEP_PARTS
 from halfserve.export.onnx_fp16.repair.masks import KEEP_MASKS, SOFTEN_MASKS
@@ -33,11 +40,21 @@ REPAIRS: tuple[RepairPass, ...] = (
 )
 
 
-def repairs_for(half: HalfType) -> tuple[RepairPass, ...]:
-    """The passes for a type. One of float32's range needs none that serve the range, and loses digits in norms in parts."""
-    if half.has_float32_range:
-        return (*(repair for repair in REPAIRS if not repair.for_range), KEEP_PARTS)
-    return REPAIRS
+def repairs_for(settings: ConversionSettings) -> tuple[RepairPass, ...]:
+    """The passes for a type and a target.
+
+    A type of float32's range needs none that serve the range, and loses digits in norms in parts. MaxPool becomes slices unless
+    the model is for CPUs alone. Only a model for CUDA alone has Clip and SiLU spelled out: CPUs fuse Clip with the Conv before
+    it, and ONNX Runtime's CPU provider takes twice as long for a SiLU in parts.
+    """
+    wide, target = settings.half.has_float32_range, settings.target_device
+    passes = (*(repair for repair in REPAIRS if not repair.for_range), KEEP_PARTS) if wide else REPAIRS
+    return (
+        *passes,
+        *([SPELL_OUT_MAX_POOL] if target != "cpu" else []),
+        *([SPELL_OUT_CLIP] if target == "cuda" and wide else []),
+        *([SPELL_OUT_SILU] if target == "cuda" else []),
+    )
 
 
 class PassError(ExportError):

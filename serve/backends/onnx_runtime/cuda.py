@@ -1,9 +1,8 @@
 """ONNX Runtime on a CUDA device: CUDA graphs, sessions beside a recording, and the text of its errors.
 
 A CUDA graph replays a recorded run with one launch for the whole model, at the addresses of the recording, so that every shape
-has its own buffers: https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html#using-cuda-graphs-preview. Some
-models can be opened for recording but not be recorded: operators whose output size depends on values (NonZero) wait for the
-device. This shows only when a recording fails.
+has its own buffers: https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html#using-cuda-graphs-preview. The
+runtime keeps recordings by thread, so that each thread that computes a shape makes its own.
 
 ONNX Runtime records with cudaStreamCaptureModeGlobal (cuda_graph.cc). Until the recording ends, other threads that allocate or
 free device memory fail, unless they change their own mode; waiting for the whole device, as opening a session does, fails
@@ -25,7 +24,9 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from halfserve.serve.engine.cuda_driver import CudaError, cuda_driver
+from halfserve.nvidia_libraries import why_no_cudnn
+from halfserve.serve.engine.cuda_driver import CudaDriver, CudaError, cuda_driver
+from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.execution.assembly import lock_buffers
 from halfserve.serve.engine.tensors import Array
 
@@ -36,6 +37,11 @@ NO_GRAPH = -1  # id of runs that compute without recording
 # Most recorded shapes: each holds device buffers, and further shapes are computed without a graph.
 MAX_SHAPES = 32
 
+# A failed recording is tried again after this number of batches of its shapes, which doubles with each further failure.
+FIRST_WAIT, LONGEST_WAIT = 4, 4096
+
+# Operators whose output sizes depend on values: they wait for the device, which no recording allows.
+WAITING = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
 RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"})
 # ONNX Runtime's names of memory, by device.
 MEMORY_NAMES = {"cuda": "Cuda", "cpu": "Cpu"}
@@ -48,6 +54,15 @@ OF_CUDA = re.compile(r"\b(?:CUDA|CUBLAS|CUDNN\w*|CUFFT|CURAND|CUSPARSE|NCCL) fai
 WHERE = re.compile(r"/onnxruntime_src/\S+:\d+ [^()\n]*\([^()\n]*\) (?:const )?")
 # The runtime places no node for which neither CUDA nor the CPU has a kernel; it adds casts around float16 alone.
 OF_KERNEL = re.compile(r"Provider type for (?P<operator>\w+) node with name '(?P<node>[^'\n]*)' is not set")
+OF_CUDNN = re.compile(r"cuDNN is unavailable", re.IGNORECASE)
+# Operators whose kernels on CUDA call cuDNN for every shape. Others, such as ReduceMean, call it for some shapes alone.
+CUDNN_OPERATORS = frozenset(
+    {
+        *("AveragePool", "BatchNormalization", "Conv", "ConvTranspose", "Einsum", "GRU", "GlobalAveragePool", "GlobalMaxPool"),
+        *("InstanceNormalization", "LRN", "LSTM", "MaxPool", "RNN", "ReduceL1", "ReduceL2", "ReduceLogSumExp", "ReduceMax"),
+        *("ReduceMin", "ReduceProd"),
+    }
+)
 OF_OPTION = re.compile(r"(?:Unknown|Failed to parse) provider option[^\n]*")
 
 
@@ -97,11 +112,27 @@ def settle_thread(device_id: int) -> None:
             driver.settle_thread(device_id)
 
 
-class DeviceSession:
-    """Keeps a session on a device usable, and its release safe."""
+def wait_asleep(device_id: int) -> None:
+    """Have all threads sleep while they wait for a device. Raises ModelLoadError: the driver refuses."""
+    driver = cuda_driver()
+    if driver is None:
+        return
+    try:
+        driver.set_blocking_waits(device_id, on=True)
+    except CudaError as error:
+        raise ModelLoadError(f"threads cannot sleep while they wait for CUDA device {device_id}: {error}") from error
 
-    def __init__(self, session: Any, device_id: int) -> None:
-        self._session = session
+
+def copies_of(device_id: int, *, by_driver: bool) -> RuntimeCopies:
+    driver = cuda_driver() if by_driver else None
+    return RuntimeCopies() if driver is None else DriverCopies(driver, device_id)
+
+
+class DeviceSession:
+    """Keeps the sessions of a model on a device usable, and their release safe."""
+
+    def __init__(self, sessions: Sequence[Any], device_id: int) -> None:
+        self._sessions = sessions
         self._device_id = device_id
 
     def enter(self) -> None:
@@ -117,21 +148,69 @@ class DeviceSession:
 
     def __del__(self) -> None:
         if self.is_lost():
-            # Freeing a graph on a lost device throws in its destructor and would end the process, so that the session is
+            # Freeing a graph on a lost device throws in its destructor and would end the process, so that the sessions are
             # leaked.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._session))
+            for session in self._sessions:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
+
+
+class RuntimeCopies:
+    """Copies between the host and buffers of a device by the runtime, which holds Python's lock meanwhile."""
+
+    def write(self, buffer: ort.OrtValue, array: Array) -> None:
+        """Copy a contiguous array into a buffer of its size."""
+        buffer.update_inplace(array)
+
+    def read(self, buffer: ort.OrtValue, dtype: np.dtype[Any]) -> Array:  # noqa: ARG002  (the runtime knows it)
+        # The array is copied because `numpy` returns the buffer itself on the CPU.
+        return np.array(buffer.numpy())
+
+
+class DriverCopies(RuntimeCopies):
+    """Such copies by the driver, during which other Python threads run."""
+
+    def __init__(self, driver: CudaDriver, device_id: int) -> None:
+        self._driver = driver
+        self._device_id = device_id
+
+    def write(self, buffer: ort.OrtValue, array: Array) -> None:
+        self._driver.copy_to_device(buffer.data_ptr(), array.ctypes.data, array.nbytes, self._device_id)
+
+    def read(self, buffer: ort.OrtValue, dtype: np.dtype[Any]) -> Array:
+        array: Array = np.empty(buffer.shape(), dtype)
+        self._driver.copy_to_host(array.ctypes.data, buffer.data_ptr(), array.nbytes, self._device_id)
+        return array
 
 
 class GraphReplays:
     """The CUDA graphs of a session, one per combination of input shapes; not thread-safe."""
 
-    def __init__(self, session: ort.InferenceSession, device: str, device_id: int, *, max_shapes: int = MAX_SHAPES) -> None:
-        """`session` is opened with `enable_cuda_graph`; on the `device` "cpu" nothing is recorded, but buffers are used."""
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        device: str,
+        device_id: int,
+        *,
+        max_shapes: int = MAX_SHAPES,
+        copies: RuntimeCopies | None = None,
+    ) -> None:
+        """`session` is opened with `enable_cuda_graph`; on the `device` "cpu" nothing is recorded, but buffers are used.
+
+        `copies` fills and reads the buffers; None leaves that to the runtime.
+        """
         self._session = session
+        self._copies = copies or RuntimeCopies()
         self._place = (device, device_id)
         self._max_shapes = max_shapes
         self._wanted = [value.name for value in session.get_outputs()]
         self._recordings: dict[Shapes, _Recording] = {}
+        self._made = 0  # number of recordings so far, the ones that failed included
+        self._waits: dict[Shapes, _Wait] = {}  # of shapes whose latest recording failed
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the latest recording of some shapes failed."""
+        return bool(self._waits)
 
     def run(self, feeds: Mapping[str, Array]) -> Sequence[Array]:
         """Compute every output, from inputs by the session's names, in its dtypes.
@@ -140,19 +219,25 @@ class GraphReplays:
         """
         shapes = tuple((name, array.shape) for name, array in feeds.items())
         recording = self._recordings.get(shapes)
+        if recording is not None and recording.is_made_here:
+            return recording.run(self._session, feeds)
+        wait = self._waits.get(shapes)
+        if wait is not None and wait.goes_on():
+            return self._computed(feeds)
         if recording is None:
             outputs = self._computed(feeds)
             if len(self._recordings) < self._max_shapes and all(array.size for array in (*feeds.values(), *outputs)):
                 self._prepare(shapes, feeds, outputs)
             return outputs
-        if recording.is_made_here:
-            return recording.run(self._session, feeds)
         with RECORDING_LOCK.recording() as may:
             if may:
                 try:
-                    return recording.run(self._session, feeds)
+                    outputs = recording.run(self._session, feeds)
                 except Exception as error:  # noqa: BLE001  (ORT has no exception class; lasting errors recur below)
-                    self._give_up(shapes, error)
+                    self._put_off(shapes, error)
+                else:
+                    self._waits.pop(shapes, None)
+                    return outputs
         return self._computed(feeds)
 
     def _computed(self, feeds: Mapping[str, Array]) -> list[Array]:
@@ -165,18 +250,24 @@ class GraphReplays:
         try:
             given = {name: self._buffer(array) for name, array in feeds.items()}
             wanted = {name: self._buffer(array) for name, array in zip(self._wanted, outputs, strict=True)}
-            self._recordings[shapes] = _Recording(self._session, given, wanted, _run_options(len(self._recordings)))
+            options, dtypes = _run_options(self._made), [array.dtype for array in outputs]
+            self._recordings[shapes] = _Recording(self._session, given, wanted, options, self._copies, dtypes)
+            self._made += 1  # the runtime keeps what a failed recording leaves by its number
         except Exception as error:  # noqa: BLE001  (such as out of memory; the request is answered)
-            self._give_up(shapes, error)
+            self._put_off(shapes, error)
 
-    def _give_up(self, shapes: Shapes, error: Exception) -> None:
-        """Record no further shapes, and keep the existing graphs."""
-        logger.warning(
-            "a CUDA graph could not be recorded (%s); no more are, and batches are computed as usual", reason_of(error)
-        )
+    def _put_off(self, shapes: Shapes, error: Exception) -> None:
+        """Free the buffers of these shapes, and compute some batches of them before they are recorded."""
         self._recordings.pop(shapes, None)
-        self._recordings = {key: recording for key, recording in self._recordings.items() if recording.is_made_here}
-        self._max_shapes = 0
+        if len(self._waits) >= MAX_SHAPES:
+            self._waits.clear()
+        wait = self._waits.setdefault(shapes, _Wait())
+        wait.begin()
+        logger.warning(
+            "a CUDA graph could not be recorded (%s); the next %d batches of its size are computed without one, and then it is "
+            "tried again",
+            *(reason_of(error), wait.left),
+        )
 
     def _buffer(self, array: Array) -> ort.OrtValue:
         return ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), array.dtype, *self._place)
@@ -198,18 +289,61 @@ def why_not_recorded(session: ort.InferenceSession, device: str) -> str | None:
         if value.name in given:
             return f"output {value.name!r} is an input"
     nodes = {node.op_type for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()}
+    if waiting := nodes & WAITING:
+        return f"{min(waiting)} waits for the device"
     return f"{min(drawn)} draws numbers" if (drawn := nodes & RANDOM) else None
+
+
+def why_not_without_cudnn(session: ort.InferenceSession) -> str | None:
+    """Return which node on CUDA needs cuDNN, and why it is not there; None if all nodes can be computed.
+
+    The provider opens such a model without cuDNN, and fails at the first batch. The session must be opened with RECORD_ENTRY.
+    """
+    reason = why_no_cudnn()
+    if reason is None:
+        return None
+    on_cuda = (part for part in session.get_provider_graph_assignment_info() if part.ep_name == "CUDAExecutionProvider")
+    needing = sorted({node.op_type for part in on_cuda for node in part.get_nodes()} & CUDNN_OPERATORS)
+    return f"{reason}, and {', '.join(needing)} of this model cannot be computed without it" if needing else None
+
+
+class _Wait:
+    """The batches from a failed recording to the next attempt.
+
+    Attributes:
+        left: batches to compute before the next attempt.
+    """
+
+    def __init__(self) -> None:
+        self.left = 0
+        self._next = FIRST_WAIT
+
+    def begin(self) -> None:
+        self.left, self._next = self._next, min(2 * self._next, LONGEST_WAIT)
+
+    def goes_on(self) -> bool:
+        """Count a batch, and return whether it belongs to the wait."""
+        self.left -= 1
+        return self.left >= 0
 
 
 class _Recording:
     """The device buffers and the graph of one combination of shapes."""
 
     def __init__(
-        self, session: ort.InferenceSession, given: dict[str, ort.OrtValue], wanted: dict[str, ort.OrtValue], options: Any
+        self,
+        session: ort.InferenceSession,
+        given: dict[str, ort.OrtValue],
+        wanted: dict[str, ort.OrtValue],
+        options: Any,
+        copies: RuntimeCopies,
+        dtypes: Sequence[np.dtype[Any]],
     ) -> None:
+        """`dtypes`: those of the outputs, in the order of `wanted`."""
         self._thread: int | None = None
         self._given = given
-        self._wanted = list(wanted.values())
+        self._wanted = list(zip(wanted.values(), dtypes, strict=True))
+        self._copies = copies
         self._options = options
         self._binding = session.io_binding()
         for name, value in given.items():
@@ -219,17 +353,16 @@ class _Recording:
 
     @property
     def is_made_here(self) -> bool:
-        """Whether this thread has recorded a run: the runtime keeps graphs by thread, and the warm-up runs on another one."""
+        """Whether this thread has recorded a run: the runtime keeps graphs by thread, and models are loaded on another one."""
         return self._thread == threading.get_ident()
 
     def run(self, session: ort.InferenceSession, feeds: Mapping[str, Array]) -> list[Array]:
         """Record the first run, and replay it later on the same thread."""
         for name, array in feeds.items():
-            self._given[name].update_inplace(np.ascontiguousarray(array))
+            self._copies.write(self._given[name], np.ascontiguousarray(array))
         session.run_with_iobinding(self._binding, self._options)
         self._thread = threading.get_ident()
-        # The array is copied because `numpy` returns the buffer itself on the CPU.
-        return [np.array(value.numpy()) for value in self._wanted]
+        return [self._copies.read(value, dtype) for value, dtype in self._wanted]
 
 
 def _run_options(graph: int) -> Any:
@@ -255,6 +388,11 @@ def missing_kernel(error: Exception) -> str | None:
         "node's types, such as bfloat16; convert the float32 model again, with "
         "`halfserve convert SOURCE TARGET --dtype bfloat16 --target any`, which keeps such nodes in float32"
     )
+
+
+def is_about_cudnn(error: Exception) -> bool:
+    """Return whether a session could not be opened because cuDNN is not there."""
+    return OF_CUDNN.search(str(error)) is not None
 
 
 def is_about_an_option(error: Exception) -> bool:

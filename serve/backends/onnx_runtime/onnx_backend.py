@@ -12,7 +12,7 @@ import onnxruntime as ort
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe
-from halfserve.serve.backends.onnx_runtime.cuda import DeviceSession, GraphReplays, reason_of
+from halfserve.serve.backends.onnx_runtime.cuda import DeviceSession, GraphReplays, copies_of, reason_of, wait_asleep
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.onnx_runtime.onnx_interface import read_interface
 from halfserve.serve.backends.onnx_runtime.request_errors import RequestErrors, free_sizes, index_ranges
@@ -27,10 +27,14 @@ from halfserve.serve.backends.onnx_runtime.session import (
 from halfserve.serve.backends.onnx_runtime.session_settings import (
     OPTIMIZATION_LEVEL,
     OptimizationLevel,
+    SessionSettings,
     operator_libraries,
     read_settings,
 )
+from halfserve.serve.backends.onnx_runtime.shared_weights import has_convolutions
 from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
+from halfserve.serve.engine.config.batching import declared_padded_rows, few_sizes
+from halfserve.serve.engine.config.parameters import PADDED_ROWS
 from halfserve.serve.engine.errors import BackendError, InstanceLostError, InvalidArgumentError
 from halfserve.serve.engine.tensors import Array, Tensors
 
@@ -74,17 +78,26 @@ class OnnxRuntime:
         """
         libraries = operator_libraries(config, path, trusted=self._trust_custom_operators)
         settings = replace(read_settings(config, path), operator_libraries=libraries)
-        rows = max(1, config.max_batch_size)
-        opened = SessionOpener(path=path, placement=placement, settings=settings, probe=self._probe, rows=rows).open()
+        rows, sizes = max(1, config.max_batch_size), few_sizes(config)
+        with open_onnx(path) as file:
+            indices = index_ranges(file.model.graph)
+            sizes = sizes if has_convolutions(file.model) else ()
+        opened = SessionOpener(
+            path=path, placement=placement, settings=settings, probe=self._probe, rows=rows, sizes=sizes
+        ).open()
+        padded = sizes if opened.records_graphs else tuple(opened.by_rows)
+        if padded and declared_padded_rows(config) is None:
+            config.parameters[PADDED_ROWS].string_value = ",".join(map(str, padded))
         if settings.session_entries.get(DENORMALS) == "1":
             warn_if_in_vain(opened.session, path)
         if opened.level is not OptimizationLevel.ALL:
             config.parameters[OPTIMIZATION_LEVEL].string_value = opened.level.label
         config.parameters["halfserve.nodes"].string_value = nodes_by_provider(opened.session)
         free = tuple(free_sizes(interface, batched=config.max_batch_size > 0))
-        with open_onnx(path) as file:
-            errors = RequestErrors(index_ranges(file.model.graph), free, on_device=opened.provider != CPU)
-        return OnnxRuntimeBackend.of(opened, interface, placement.device_id, settings.arena_shrinkage, errors)
+        errors = RequestErrors(indices, free, on_device=opened.provider != CPU)
+        if opened.provider != CPU and "blocking" in settings.cuda_ways:
+            wait_asleep(placement.device_id)
+        return OnnxRuntimeBackend.of(opened, interface, placement.device_id, settings, errors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +107,7 @@ class OnnxRuntimeBackend:
     provider: str  # name of the provider that computes, as ONNX Runtime reports it
     precision: str  # precision of the computation, in words
     _session: ort.InferenceSession
+    _by_rows: Mapping[int, ort.InferenceSession]  # the sessions for these numbers of rows, instead of `_session`
     _run_options: Any
     _compute_dtypes: Mapping[str, np.dtype[Any]]
     _given_names: Mapping[str, str]  # the session's names of the inputs, by the interface's names
@@ -107,21 +121,22 @@ class OnnxRuntimeBackend:
 
     @classmethod
     def of(
-        cls, opened: OpenSession, interface: ModelInterface, device_id: int, arena_shrinkage: str, errors: RequestErrors
+        cls, opened: OpenSession, interface: ModelInterface, device_id: int, settings: SessionSettings, errors: RequestErrors
     ) -> OnnxRuntimeBackend:
-        """Make the backend. `arena_shrinkage`: devices whose memory arenas shrink after each run."""
         session = opened.session
         given = {spec.name: opened.given_names.get(spec.name, spec.name) for spec in interface.inputs}
         dtypes = {value.name: NUMPY_DTYPES[value.type] for value in session.get_inputs()}
         outputs = {spec.name: spec.datatype.array_dtype for spec in interface.outputs}
         got = [NUMPY_DTYPES[value.type] for value in session.get_outputs()]
         options = ort.RunOptions()
-        if arena_shrinkage:
-            options.add_run_config_entry(ARENA_SHRINKAGE, arena_shrinkage)
+        if settings.arena_shrinkage:
+            options.add_run_config_entry(ARENA_SHRINKAGE, settings.arena_shrinkage)
+        copies = copies_of(device_id, by_driver="copies" in settings.cuda_ways)
         return cls(
             provider=opened.provider,
             precision=opened.precision,
             _session=session,
+            _by_rows=opened.by_rows,
             _run_options=options,
             _compute_dtypes={name: dtypes[own] for name, own in given.items()},
             _given_names=given,
@@ -129,13 +144,18 @@ class OnnxRuntimeBackend:
             _output_dtypes=outputs,
             _texts=[spec.name for spec in interface.inputs if spec.datatype.array_dtype.hasobject],
             _casts={name: dtype for (name, dtype), now in zip(outputs.items(), got, strict=True) if dtype != now},
-            _replays=GraphReplays(session, "cuda", device_id) if opened.records_graphs else None,
-            _device_session=DeviceSession(session, device_id) if opened.provider != CPU else None,
+            _replays=GraphReplays(session, "cuda", device_id, copies=copies) if opened.records_graphs else None,
+            _device_session=DeviceSession([session, *opened.by_rows.values()], device_id) if opened.provider != CPU else None,
             _errors=errors,
         )
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
         return self._compute_dtypes[name]
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether it records CUDA graphs, and none of the latest attempts failed."""
+        return self._replays is not None and not self._replays.has_failed
 
     def run(self, inputs: Tensors) -> Tensors:
         """Compute every output, in the dtypes of the model's interface.
@@ -157,7 +177,8 @@ class OnnxRuntimeBackend:
         arrays: Any
         try:
             if self._replays is None:
-                arrays = self._session.run(self._wanted_names, feeds, self._run_options)
+                session = self._by_rows.get(len(next(iter(feeds.values()))), self._session) if self._by_rows else self._session
+                arrays = session.run(self._wanted_names, feeds, self._run_options)
             else:
                 arrays = self._replays.run(feeds)
         except Exception as error:

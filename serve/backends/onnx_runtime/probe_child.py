@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import onnxruntime as ort
 
+from halfserve.nvidia_libraries import load_nvidia_libraries
+
 LOG_NOTHING_BUT_FATAL = 4
 # Without this entry the runtime may read a file in ORT format, by its name or first bytes, unlike the check.
 FORMAT_ENTRY = ("session.load_model_format", "ONNX")
@@ -56,7 +58,7 @@ def try_out(trial: dict[str, Any], models: BinaryIO) -> dict[str, Any]:
             _try_openvino(model, trial["openvino"], trial["extension"])
             return {}
         if any(name.startswith("CUDA") for name, _ in trial["providers"]):
-            ort.preload_dlls()
+            load_nvidia_libraries()
         names, choices = zip(*trial["providers"], strict=True)
         session = ort.InferenceSession(model, _options(trial), providers=list(names), provider_options=list(choices))
         session.run(None, {value.name: ones(value) for value in session.get_inputs()})

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import logging
-import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
+from halfserve.files.cuda_products import TF32, product_options
 from halfserve.installation import install_hint
+from halfserve.nvidia_libraries import load_nvidia_libraries, why_no_cudnn
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, onnx_trial
 from halfserve.serve.backends.onnx_runtime.cuda import (
     RECORDING_LOCK,
     is_about_an_option,
+    is_about_cudnn,
     missing_kernel,
     reason_of,
     settle_thread,
     why_not_recorded,
+    why_not_without_cudnn,
 )
+from halfserve.serve.backends.onnx_runtime.cuda_placement import floats_on_cpu
+from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.onnx_runtime.onnx_preparation import PreparedModel, prepared
 from halfserve.serve.backends.onnx_runtime.probe_child import FORMAT_ENTRY, ones
 from halfserve.serve.backends.onnx_runtime.session_settings import OptimizationLevel, SessionSettings
+from halfserve.serve.backends.onnx_runtime.shared_weights import CONVOLUTIONS, few, on_device
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.cuda_driver import device_count
@@ -42,7 +46,6 @@ logger = logging.getLogger(__name__)
 CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
 LOG_NOTHING_BUT_FATAL = 4  # errors are raised, or logged here in one line
 Providers = list[tuple[str, dict[str, str]]]
-_preloading = threading.Lock()  # redirect_stdout is not thread-safe
 QUICK_S = 200e-6
 QUICK_BYTES = 1 << 26  # size of the inputs: larger batches cannot be this fast, and may not fit in memory
 RUNS = 5
@@ -60,10 +63,11 @@ class _UnusableDeviceError(Exception):
 @dataclass(frozen=True, kw_only=True)
 class OpenSession:
     session: ort.InferenceSession  # the runtime's session
-    precision: str  # precision of the computation, in words: "fp16", "fp32", or "fp32 (the fp16 model, upcast)"
+    precision: str  # in words: "fp16", "fp32", "fp32 (TF32 products)" or "fp32 (the fp16 model, upcast)"
     level: OptimizationLevel  # optimization level
     given_names: Mapping[str, str] = field(default_factory=dict)  # the session's name of each renamed input
     records_graphs: bool = False  # whether the session records CUDA graphs
+    by_rows: Mapping[int, ort.InferenceSession] = field(default_factory=dict)  # the sessions for these numbers of rows alone
 
     @property
     def provider(self) -> str:
@@ -79,6 +83,9 @@ class SessionOpener:
     probe: CrashProbe | None = None  # checks for crashes; None trusts the model
     # Rows of the largest batch, to choose the number of threads unless configured; None leaves it to the runtime.
     rows: int | None = None
+    # Numbers of rows to which the batches of a model with convolutions are padded, in rising order; none for other models.
+    sizes: Sequence[int] = ()
+    weights: Mapping[str, ort.OrtValue] = field(default_factory=dict)  # weights in the device's memory, by name
 
     def open(self) -> OpenSession:
         """Open on the CUDA device if there is one and it may be used, otherwise on the CPU.
@@ -94,13 +101,16 @@ class SessionOpener:
             return self._on_cpu()
         reason = why_no_device(placement)
         if reason is None:
-            said = _preload_cuda()
+            said = load_nvidia_libraries()
             try:
                 opened = self._on_gpu()
             except _UnusableDeviceError as error:
                 said = str(error)
             else:
                 if opened.provider != CPU:
+                    on_cpu = floats_on_cpu(opened.session, self.path)
+                    if on_cpu is not None:
+                        logger.warning("%s: %s", self.path, on_cpu)
                     return opened
             reason = f"ONNX Runtime cannot use CUDA device {placement.device_id} ({said or 'it does not say why'})"
         elif not placement.require_gpu:
@@ -113,27 +123,65 @@ class SessionOpener:
         return self._on_cpu()
 
     def _on_gpu(self) -> OpenSession:
-        if self.settings.cuda_graphs and self.settings.accelerators.tensorrt is None:
+        settings = self.settings
+        if settings.accelerators.tensorrt is not None:
+            return self._on_cuda({})
+        level = logging.WARNING if settings.cuda_graphs else logging.INFO  # nothing is amiss where graphs are not configured
+        if settings.cuda_graphs or (settings.cuda_graphs is None and (self.sizes or "graphs" in settings.cuda_ways)):
             try:
                 opened = self._on_cuda({"enable_cuda_graph": "1"})
             except ModelLoadError as error:
-                opened = self._on_cuda({})
-                logger.warning("%s; it runs without CUDA graphs, which take models that run on CUDA as a whole", error)
+                opened = self._without_graphs()
+                text = "%s; it runs without CUDA graphs, which take models that run on CUDA as a whole"
+                logger.log(level, text, error)
                 return opened
             else:
                 reason = why_not_recorded(opened.session, "cuda") if opened.provider == CUDA else None
                 if reason is None:
                     return replace(opened, records_graphs=opened.provider == CUDA)
-                logger.warning(
-                    "%s: %s, which CUDA graphs would not do for each batch; it runs without them", *(self.path, reason)
-                )
+                text = "%s: %s, which CUDA graphs would not do for each batch; it runs without them"
+                logger.log(level, text, self.path, reason)
                 del opened  # frees its memory before another copy is opened
-        return self._on_cuda({})
+        return self._without_graphs()
+
+    def _without_graphs(self) -> OpenSession:
+        """Open a session; for a model with convolutions one per batch size, because each keeps cuDNN's plans of one shape."""
+        opened = self._on_cuda({})
+        if opened.provider != CUDA or not self.sizes:
+            return opened
+        weights = self._shared_weights(opened.session)
+        opener = replace(self, sizes=(), weights=weights)
+        *others, largest = few(self.sizes)
+        try:
+            if weights:
+                del opened  # frees its own copy of the weights
+                opened = opener._on_cuda({})  # noqa: SLF001  (of the same class)
+            by_rows = {size: opener._on_cuda({}).session for size in others}  # noqa: SLF001  (of the same class)
+        except (ModelLoadError, _UnusableDeviceError) as error:
+            logger.warning("%s: cannot be opened once for each batch size (%s)", self.path, error)
+            return self._on_cuda({})
+        by_rows[largest] = opened.session
+        text = "%s: runs in a session for each batch size of %s, which share %d weights, as cuDNN's plans are for one size"
+        logger.info(text, self.path, ", ".join(map(str, by_rows)), len(weights))
+        return replace(opened, by_rows=by_rows)
+
+    def _shared_weights(self, session: ort.InferenceSession) -> Mapping[str, ort.OrtValue]:
+        """Return the weights that several sessions can share; none if a convolution runs on the CPU or memory runs out."""
+        parts = [part for part in session.get_provider_graph_assignment_info() if part.ep_name == CPU]
+        if any(node.op_type in CONVOLUTIONS for part in parts for node in part.get_nodes()):
+            return {}
+        try:
+            return on_device(self.path, self.placement.device_id)
+        except RuntimeError as error:  # the runtime's
+            logger.warning("%s: its sessions share no weights (%s)", self.path, reason_of(error))
+            return {}
 
     def _on_cuda(self, options: Mapping[str, str]) -> OpenSession:
         device = {"device_id": str(self.placement.device_id)}
         accelerators = self.settings.accelerators
-        providers: Providers = [(CUDA, {**accelerators.cuda, **options, **device}), (CPU, {})]
+        with open_onnx(self.path) as file:
+            own = product_options(file.model)
+        providers: Providers = [(CUDA, {**own, **accelerators.cuda, **options, **device}), (CPU, {})]
         if accelerators.tensorrt is None:
             return self._open(providers, for_gpu=True)
         try:
@@ -166,9 +214,10 @@ class SessionOpener:
                 pause()
                 level = probe.safe_level(trial, model.source)
             pause()
+            session = self._session(model, level, providers)
             return OpenSession(
-                session=self._session(model, level, providers),
-                precision=model.precision,
+                session=session,
+                precision=_in_words(model.precision, session),
                 level=level,
                 given_names=model.given_names,
             )
@@ -182,6 +231,8 @@ class SessionOpener:
         try:
             options = self._options(level)
             self._register_operators(options)
+            for name, value in self.weights.items():
+                options.add_initializer(name, value)
             with RECORDING_LOCK.opening() if on_gpu else contextlib.nullcontext():
                 session = ort.InferenceSession(
                     model.source,
@@ -194,10 +245,15 @@ class SessionOpener:
             raise
         except Exception as error:
             # The runtime's exceptions have no common base class. RuntimeErrors concern providers, not models.
+            if on_gpu and is_about_cudnn(error):
+                raise _UnusableDeviceError(why_no_cudnn() or reason_of(error)) from error
             if on_gpu and isinstance(error, RuntimeError) and not (is_about_an_option(error) or is_device_lost(error)):
                 raise _UnusableDeviceError(reason_of(error)) from error
             reason = missing_kernel(error) or reason_of(error)
             raise ModelLoadError(f"{self.path}: ONNX Runtime refuses the model: {reason}") from error
+        missed = why_not_without_cudnn(session) if on_gpu else None
+        if missed is not None:
+            raise _UnusableDeviceError(missed)
         return session
 
     def _register_operators(self, options: Any) -> None:
@@ -233,6 +289,13 @@ class SessionOpener:
         return options
 
 
+def _in_words(precision: str, session: ort.InferenceSession) -> str:
+    """The precision of a session, with TF32 where float32 products lose digits by it."""
+    options = session.get_provider_options().get(CUDA, {})
+    has_tf32 = session.get_providers()[0] == CUDA and options.get(TF32) == "1"
+    return f"{precision} (TF32 products)" if precision == "fp32" and has_tf32 else precision
+
+
 def why_no_device(placement: DevicePlacement) -> str | None:
     """Return why the CUDA device of a placement cannot be used; None if it seems to exist."""
     if CUDA not in ort.get_available_providers():
@@ -241,20 +304,6 @@ def why_no_device(placement: DevicePlacement) -> str | None:
     if placement.device_id >= devices:
         return f"CUDA device {placement.device_id} is not there ({devices} found; is the NVIDIA driver installed?)"
     return None
-
-
-def _preload_cuda() -> str:
-    """Load CUDA and cuDNN from pip packages, once; returns the runtime's message, if any."""
-    with _preloading:
-        return _preloaded()
-
-
-@cache
-def _preloaded() -> str:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        ort.preload_dlls()
-    return printed.getvalue().strip().split("\n")[0]
 
 
 def may_be_quick(path: Path, placement: DevicePlacement) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 from importlib.machinery import PathFinder
@@ -24,7 +24,8 @@ from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.repository.model_repository import require_file_name, require_inside
 
 OPTIMIZATION_LEVEL = "halfserve.optimization_level"
-# A new input shape costs milliseconds with this search, hundreds with an exhaustive one.
+# HEURISTIC and EXHAUSTIVE name modes of cuDNN's heuristics, DEFAULT its fallback mode, whose plans are slower. Each Conv keeps
+# the plan of its last input shape alone, so that a change of the shape costs a query and a plan, whatever the mode.
 CUDA_DEFAULTS = {"cudnn_conv_algo_search": "HEURISTIC"}
 # Triton's older form of CUDA options: model parameters, with numbers for names.
 CUDA_PARAMETERS: Mapping[str, Mapping[str, str]] = {
@@ -40,6 +41,7 @@ TENSORRT_NAMES = {
     "int8_use_native_calibration_table": "trt_int8_use_native_calibration_table",
 }
 TENSORRT_PRECISIONS = {"FP32": None, "FP16": "trt_fp16_enable", "INT8": "trt_int8_enable"}
+CUDA_WAYS_KEY, PREFER_NHWC = "halfserve.cuda_ways", "prefer_nhwc"
 SWITCHES = {"true": "1", "false": "0"}
 # CUDA graphs need fixed buffers, which the server provides for the CUDA provider only.
 CUDA_GRAPH, TENSORRT_GRAPH = "enable_cuda_graph", "trt_cuda_graph_enable"
@@ -153,7 +155,8 @@ class SessionSettings:
     arena_shrinkage: str = ""  # devices whose arenas shrink after each run, such as "cpu:0;gpu:0"; "" for none
     session_entries: Mapping[str, str] = field(default_factory=dict)  # the runtime's own keys, which are passed on
     accelerators: Accelerators = field(default_factory=Accelerators)  # options of the CUDA and TensorRT providers
-    cuda_graphs: bool = False  # whether CUDA graphs are recorded and replayed per batch size
+    cuda_graphs: bool | None = None  # whether CUDA graphs are recorded per batch size; None leaves the choice to the server
+    cuda_ways: frozenset[str] = frozenset()  # further ways to compute on a CUDA device, of CUDA_WAYS
     operator_libraries: tuple[str, ...] = ()  # paths of libraries with custom operators
 
 
@@ -164,7 +167,12 @@ def read_settings(config: ModelConfig, path: Path) -> SessionSettings:
     parameters = {key: value.string_value.strip() for key, value in config.parameters.items()}
     graphs, accelerators = own_parameter(config, "halfserve.cuda_graphs", path), read_accelerators(config, path)
     if graphs is None:
-        graphs = config.optimization.cuda.graphs if accelerators.cuda_graphs is None else accelerators.cuda_graphs
+        graphs = accelerators.cuda_graphs
+    if graphs is None and config.optimization.HasField("cuda"):
+        graphs = config.optimization.cuda.graphs
+    ways = own_parameter(config, CUDA_WAYS_KEY, path) or frozenset()
+    if "nhwc" in ways:
+        accelerators = replace(accelerators, cuda={PREFER_NHWC: "1", **accelerators.cuda})
     return SessionSettings(
         level=declared_level(config, path),
         intra_op_threads=_count(parameters, "intra_op_thread_count", path),
@@ -175,7 +183,8 @@ def read_settings(config: ModelConfig, path: Path) -> SessionSettings:
         arena_shrinkage=parameters.get("memory.enable_memory_arena_shrinkage", ""),
         session_entries=_entries(parameters, path),
         accelerators=accelerators,
-        cuda_graphs=bool(graphs),
+        cuda_graphs=graphs,
+        cuda_ways=ways,
     )
 
 

@@ -49,13 +49,14 @@ def processor_name() -> str:
 
 
 def _halves(fp16: frozenset[str]) -> frozenset[str]:
-    flags, isa = _flags(), os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    flags, isa = processor_flags(), os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     halves = (("bf16", BF16_FLAGS, ISAS_WITHOUT_BF16), ("fp16", fp16, ISAS_WITHOUT_FP16))
     return frozenset(name for name, known, without in halves if flags & known and isa not in without)
 
 
 @cache
-def _flags() -> frozenset[str]:
+def processor_flags() -> frozenset[str]:
+    """Return the names by which the system lists the processor's instructions; none where it lists none."""
     try:
         lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -11,7 +11,6 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from halfserve.protos.datatypes import BY_CONFIG
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.python.environment import interpreter_for
 from halfserve.serve.backends.python.model_runners import ChildFailedError, ChildProcess, ModelThread, OnEvent, Runner
@@ -24,8 +23,7 @@ from halfserve.serve.engine.config.sequence_batching import sequence_tensors
 from halfserve.serve.engine.disk_files import read_regular_text
 from halfserve.serve.engine.errors import MAX_TEXT, InstanceLostError, ModelLoadError, cut
 from halfserve.serve.engine.model_calls import ModelCalls
-from halfserve.serve.engine.repository.loaded_version import OwnDeclaration
-from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
+from halfserve.serve.engine.repository.loaded_version import OwnDeclaration, declared_interface
 
 logger = logging.getLogger(__name__)
 
@@ -94,15 +92,12 @@ class PythonRuntime:
                 f"{source}: the Python model {path.name} has no outputs; declare inputs and outputs there or in its "
                 f'{COMPLETES}, e.g. output {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }}'
             )
-        batched = config.max_batch_size > 0
-        inputs = [_spec(entry, f"{source}: input {entry.name!r}", batched=batched) for entry in config.input]
-        outputs = [_spec(entry, f"{source}: output {entry.name!r}", batched=batched) for entry in config.output]
+        interface = declared_interface(declared, PYTHON)
         added_inputs, added_outputs = sequence_tensors(config)
-        return ModelInterface(
-            inputs=tuple({spec.name: spec for spec in (*added_inputs, *inputs)}.values()),
-            outputs=tuple({spec.name: spec for spec in (*added_outputs, *outputs)}.values()),
-            batched=batched,
-            kind=PYTHON,
+        return replace(
+            interface,
+            inputs=tuple({spec.name: spec for spec in (*added_inputs, *interface.inputs)}.values()),
+            outputs=tuple({spec.name: spec for spec in (*added_outputs, *interface.outputs)}.values()),
             open_ended=True,
         )
 
@@ -191,19 +186,6 @@ def _with_numbers(content: dict[str, Any], descriptor: Any) -> dict[str, Any]:
         elif field.cpp_type in {field.CPPTYPE_INT64, field.CPPTYPE_UINT64}:
             content[name] = [int(one) for one in value] if isinstance(value, list) else int(value)
     return content
-
-
-def _spec(entry: Any, where: str, *, batched: bool) -> TensorSpec:
-    datatype = BY_CONFIG.get(entry.data_type)
-    if datatype is None:
-        raise ModelLoadError(f"{where} has no data_type, expected one such as TYPE_FP32")
-    dims = entry.reshape.shape if entry.HasField("reshape") else entry.dims
-    return TensorSpec(
-        name=entry.name,
-        datatype=datatype,
-        shape=((ANY_SIZE,) if batched else ()) + tuple(dims),
-        optional=getattr(entry, "optional", False),  # outputs do not have the field
-    )
 
 
 def _arguments(model: PythonModel, config: ModelConfig, placement: DevicePlacement) -> dict[str, str]:

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from halfserve.protos.model_config_pb2 import ModelConfig, ModelQueuePolicy
 from halfserve.serve.engine.config.model_config import Defaults
-from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.config.parameters import PADDED_ROWS, own_parameter
 from halfserve.serve.engine.config.sequence_batching import batching_of
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.queueing.pace import BatchLimits
+
+FIRST_WITH_MIDDLE = 8  # from this power of two on, batches are also padded to the middle between it and the next
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +167,45 @@ def _preferred_rows(config: ModelConfig, sizes: tuple[int, ...]) -> tuple[int, .
 
 
 def _padded_rows(config: ModelConfig) -> tuple[int, ...]:
-    key = "halfserve.pad_to_preferred"
-    if not own_parameter(config, key, _source(config)):
+    if PADDED_ROWS in config.parameters:
+        return tuple(map(int, config.parameters[PADDED_ROWS].string_value.split(",")))
+    return declared_padded_rows(config) or ()
+
+
+def few_sizes(config: ModelConfig) -> tuple[int, ...]:
+    """Return the numbers of rows that batches are padded to where each further number of rows is expensive, in rising order.
+
+    They are the configured ones; none if padding is off, or if there is nothing to pad. By default they are 1, 2, 4, 8, and
+    from there on also the middle between two powers of two, such as 12 and 24: at most a third of such a batch is padding, and
+    max_batch_size 128 needs 12 sizes. A batch below 8 rows hardly fills a device, so that its padding costs little.
+
+    Raises:
+        ModelLoadError: see `batch_limits`.
+    """
+    declared = declared_padded_rows(config)
+    if declared is not None:
+        return declared
+    most = config.max_batch_size
+    ragged = config.batch_input or any(entry.allow_ragged_batch for entry in config.input)
+    if most <= 1 or ragged or config.HasField("sequence_batching"):
         return ()
+    powers = [2**exponent for exponent in range(most.bit_length())]
+    middles = [power + power // 2 for power in powers if power >= FIRST_WITH_MIDDLE]
+    sizes = {*powers, *middles, *config.dynamic_batching.preferred_batch_size, most}
+    return tuple(sorted(size for size in sizes if 1 <= size <= most))
+
+
+def declared_padded_rows(config: ModelConfig) -> tuple[int, ...] | None:
+    """Return the numbers of rows that a configuration has batches padded to; none if it turns padding off, None if it says
+    nothing.
+
+    Raises:
+        ModelLoadError: padding is on, and there is nothing to pad or nothing to pad to.
+    """
+    key = "halfserve.pad_to_preferred"
+    is_on = own_parameter(config, key, _source(config))
+    if not is_on:
+        return None if is_on is None else ()
     if not config.max_batch_size:
         raise ModelLoadError(f"{_source(config)}: {key} is on, but the model has no batch dimension to pad; remove it")
     sizes = sorted(set(config.dynamic_batching.preferred_batch_size))

@@ -23,13 +23,15 @@ from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.padding.padding_rule import parse_padding_rule, rising_lengths, whole
 
 PREFIX = "halfserve."
-MEASURED = "halfserve.measured"  # speed of the model in each precision that was tried, in words
+MEASURED = "halfserve.measured"  # speed of the model in each way that was tried, in words
+PADDED_ROWS = "halfserve.padded_rows"  # numbers of rows that the server pads batches to by its own choice, such as "1,2,4,8"
+CUDA_WAYS = frozenset({"graphs", "nhwc", "copies", "blocking"})  # ways to compute on a CUDA device: see "halfserve.cuda_ways"
 TASK = "halfserve.task"  # describes any model to clients
 Parse = Callable[[str], Any]  # parses the text to the value; raises a ValueError that says which form is expected
 # The server writes these for clients; values in a config.pbtxt have no effect.
 REPORTED = frozenset(
     {
-        *("halfserve.certificate", "halfserve.measured", "halfserve.nodes", "halfserve.padding_proved"),
+        *("halfserve.certificate", "halfserve.measured", "halfserve.nodes", PADDED_ROWS, "halfserve.padding_proved"),
         *("halfserve.precision", "halfserve.provider", "halfserve.steps"),
     }
 )
@@ -65,7 +67,7 @@ ONNX_ONLY = frozenset(
 )
 ONNX_ONLY_PARAMETERS = frozenset(
     {
-        *("halfserve.optimization_level", "halfserve.cuda_graphs", "halfserve.cpu_precision"),
+        *("halfserve.optimization_level", "halfserve.cuda_graphs", "halfserve.cuda_ways", "halfserve.cpu_precision"),
         *("inter_op_thread_count", "execution_mode", "enable_mem_arena", "enable_mem_pattern"),
         *("memory.enable_memory_arena_shrinkage", "cudnn_conv_algo_search", "arena_extend_strategy", "gpu_mem_limit"),
         "do_copy_in_default_stream",
@@ -77,8 +79,8 @@ PYTHON_ONLY = frozenset({"input.optional", "model_transaction_policy"})  # only 
 DEVICE_ONLY = frozenset({"optimization.cuda.graphs", "optimization.execution_accelerators.gpu_execution_accelerator"})
 DEVICE_ONLY_PARAMETERS = frozenset(
     {
-        *("halfserve.cuda_graphs", "cudnn_conv_algo_search", "arena_extend_strategy", "gpu_mem_limit"),
-        "do_copy_in_default_stream",
+        *("halfserve.cuda_graphs", "halfserve.cuda_ways", "cudnn_conv_algo_search", "arena_extend_strategy"),
+        *("gpu_mem_limit", "do_copy_in_default_stream"),
     }
 )
 # Parameters outside these lists are free for any use; Triton acts on this one.
@@ -149,6 +151,14 @@ def dimensions(value: str) -> frozenset[int] | None:
     return frozenset(map(int, parts))
 
 
+def ways(value: str) -> frozenset[str]:
+    """Parse ways to compute on a CUDA device, from "graphs, nhwc", or "none"."""
+    parts = frozenset(part.strip() for part in value.split(","))
+    if parts != {"none"} and not parts <= CUDA_WAYS:
+        raise ValueError(f"expected 'none', or some of {', '.join(sorted(CUDA_WAYS))}, with commas between them")
+    return parts - {"none"}
+
+
 @dataclass(frozen=True)
 class OwnParameter:
     """A `halfserve.*` key of config.pbtxt. The documentation's table of settings is generated from these.
@@ -181,9 +191,15 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         "In which precision the CPU computes an ONNX model: see [OpenVINO](../guides/openvino.md).",
     ),
     "halfserve.cuda_graphs": OwnParameter(
-        switch, "off", "`on`, `off`",
+        switch, "on for models with Convs", "`on`, `off`",
         "Record the device's work for each batch size. A warning names models that cannot be recorded (nodes, inputs or "
         "outputs on the CPU, sizes that depend on values, random numbers); they run without.",
+    ),
+    "halfserve.cuda_ways": OwnParameter(
+        ways, "tried when the model is loaded", "`none`, or some of `graphs`, `nhwc`, `copies`, `blocking`, with commas",
+        "How a CUDA device computes an ONNX model: by recorded CUDA graphs, with Convs in NHWC order (`prefer_nhwc`), with "
+        "copies of a recording's inputs and outputs without Python's lock, and with threads that sleep while they wait for the "
+        "device (for all models of the process).",
     ),
     "halfserve.degraded_not_ready": OwnParameter(switch, "off", "`on`, `off`", "Whether a degraded model is not ready."),
     "halfserve.drift_threshold": OwnParameter(
@@ -220,7 +236,11 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         one_of("all", "extended", "basic", "disabled"), "chosen by the crash probe", "`all`, `extended`, `basic`, `disabled`",
         "ONNX Runtime's optimisation level. With this key, the model is not tried in a child process first.",
     ),
-    "halfserve.pad_to_preferred": OwnParameter(switch, "off", "`on`, `off`", "Pad a batch to the next preferred size."),
+    "halfserve.pad_to_preferred": OwnParameter(
+        switch, "off", "`on`, `off`",
+        "Pad a batch to the next preferred size. On CUDA, batches of models with Convs are padded to a few sizes without it, "
+        "which `off` prevents.",
+    ),
     "halfserve.padding": OwnParameter(
         parse_padding_rule, "none", "`INPUT[AXIS]=VALUE ... -> OUTPUT[AXIS] ...`",
         "Requests of different lengths share batches: these axes of inputs are padded with these values, and these axes of "

@@ -200,6 +200,13 @@ class Instance:
             return []
         return [request for job in islice(self._jobs, 1, None) for request in job.requests]
 
+    def settle(self, settled: Callable[[Backend], None]) -> None:
+        """Call `settled` with the backend on the thread that computes batches, and wait for its end; its errors pass through.
+
+        For the loader's thread, before the first batch: runtimes keep handles and recordings of a device by thread.
+        """
+        self._worker.call(settled, self._copy.backend)
+
     def next_try_s(self) -> float:
         """Return the seconds until it is loaded again; 0 while it is being loaded. Only meaningful while it is not up."""
         return 0.0 if self._timer is None else max(0.0, self._timer.when() - asyncio.get_running_loop().time())

@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePosixPath
 
+from halfserve.files.cuda_products import TF32
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import Backend, CpuPrecision, DevicePlacement, ModelInterface, Runtime
 from halfserve.serve.engine.config.parameters import own_parameter
@@ -157,8 +158,13 @@ def _load(path: Path, runtime: Runtime, placement: DevicePlacement, interface: M
     # The configuration is copied because the runtime writes its decisions into it, and clients see the model's, not its twin's.
     scratch = ModelConfig()
     scratch.CopyFrom(config)
+    # The twin computes few batches, of any size: no sessions or recordings by batch size are made for it.
+    for key, value in (("halfserve.pad_to_preferred", "off"), ("halfserve.cuda_ways", "none")):
+        scratch.parameters[key].string_value = value
     for key in OF_HALF_PRECISION:
         scratch.parameters.pop(key, None)
+    for accelerator in scratch.optimization.execution_accelerators.gpu_execution_accelerator:
+        accelerator.parameters.pop(TF32, None)
     return runtime.load(path, own, replace(placement, cpu_precision=CpuPrecision.FLOAT32), scratch)
 
 

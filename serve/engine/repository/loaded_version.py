@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
+from halfserve.protos.datatypes import BY_CONFIG
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.protos.pictures import PREPROCESSING, PicturePreparation
-from halfserve.serve.engine.backend import ENSEMBLE, PYTHON, Backend, DevicePlacement, ModelInterface, Runtime
+from halfserve.serve.engine.backend import ENSEMBLE, PYTHON, Backend, DevicePlacement, ModelInterface, ModelKind, Runtime
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.batching import batch_limits
 from halfserve.serve.engine.config.model_config import (
@@ -46,6 +47,7 @@ from halfserve.serve.engine.repository.model_repository import (
 )
 from halfserve.serve.engine.repository.runtime_views import batch_first, declared_outputs, with_constants
 from halfserve.serve.engine.sequences.sequence_loading import client_view, read_plan, sequence_scheduler
+from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 from halfserve.serve.engine.whole_requests import DecoupledRequests, WholeRequests
 
 STATE_FOLDER = "initial_state"  # folder in the model's folder with the files that sequence_batching names
@@ -62,10 +64,37 @@ class OwnDeclaration:
     Attributes:
         config: the configuration, with the additions of the model itself.
         interface: the declared interface.
+        has_rows: whether batches join the rows of requests, as they do for models whose files describe themselves.
     """
 
     config: DeclaredConfig
     interface: ModelInterface
+    has_rows: bool = False
+
+
+def declared_interface(declared: DeclaredConfig, kind: ModelKind) -> ModelInterface:
+    """Return the interface that a configuration declares, of a model whose file does not describe itself.
+
+    Raises:
+        ModelLoadError: an input or output has no datatype.
+    """
+    batched = declared.message.max_batch_size > 0
+
+    def spec(entry: Any, what: str) -> TensorSpec:
+        datatype = BY_CONFIG.get(entry.data_type)
+        if datatype is None:
+            raise ModelLoadError(f"{declared.source}: {what} {entry.name!r} has no data_type, expected one such as TYPE_FP32")
+        dims = entry.reshape.shape if entry.HasField("reshape") else entry.dims
+        shape = ((ANY_SIZE,) if batched else ()) + tuple(dims)
+        # Outputs do not have the field `optional`.
+        return TensorSpec(name=entry.name, datatype=datatype, shape=shape, optional=getattr(entry, "optional", False))
+
+    return ModelInterface(
+        inputs=tuple(spec(entry, "input") for entry in declared.message.input),
+        outputs=tuple(spec(entry, "output") for entry in declared.message.output),
+        batched=batched,
+        kind=kind,
+    )
 
 
 @runtime_checkable
@@ -156,7 +185,7 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
     ragged = None if own else read_ragged(files.config.message, interface, str(files.config.source))
     shown = ragged_interface(files.config.message, client_view(files.config.message, interface), ragged)
     config = complete_config(files.config, shown, name=files.name, defaults=defaults)
-    has_rows = own is None and ragged is None  # whether requests have rows that batches join
+    has_rows = (own is None or own.has_rows) and ragged is None  # whether requests have rows that batches join
     drop_reported(config)
     copies = instances(config)
     sequences = None

@@ -96,7 +96,7 @@ def test_nan_is_written_as_json_allows_and_reads_back(full: Certificate) -> None
 
 @pytest.mark.parametrize("folder", sorted(path.name for path in STORED.iterdir() if path.is_dir()))
 def test_a_stored_certificate_of_each_version_still_holds(folder: str, tmp_path: Path) -> None:
-    """Each pair was written by the halfserve of its time; those from version 4 on are signed."""
+    """Each pair was written by the halfserve of its time; those from version 4 on are signed, from 7 on each with its key."""
     model, content = STORED / folder / "model.onnx", (STORED / folder / "certificate.json").read_bytes()
     certificate = read_certificate(content)
     version = json.loads(content)["schema_version"]
@@ -105,7 +105,8 @@ def test_a_stored_certificate_of_each_version_still_holds(folder: str, tmp_path:
     assert certificate.notes == ()
     assert certificate.to_bytes() == content
     assert certificate.onnx_sha256 == open_model(model).sha256
-    assert VerifyingKey(STORED / "public.pem").signed(certificate.to_json()) == (version >= 4)
+    key = VerifyingKey((STORED / folder if version >= 7 else STORED) / "public.pem")
+    assert key.signed(certificate.to_json()) == (version >= 4)
     if version == 1:  # models did not name their certificates yet
         with pytest.raises(ExportError, match="names no certificate in its metadata"):
             check_embedded(model, certificate)
@@ -209,8 +210,8 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Certificate
         (lambda _: b"\xff\xfe\xff", "the certificate is not JSON"),
         (lambda _: b"[]", "not a halfserve certificate"),
         (damaged(lambda data: data.pop("schema")), "not a halfserve certificate"),
-        (damaged(lambda data: data.update(schema_version=9)), "schema version 9, expected 1 to 6; read it with the halfserve"),
-        (damaged(lambda data: data.update(schema_version=[])), r"schema version \[\], expected 1 to 6"),
+        (damaged(lambda data: data.update(schema_version=9)), "schema version 9, expected 1 to 7; read it with the halfserve"),
+        (damaged(lambda data: data.update(schema_version=[])), r"schema version \[\], expected 1 to 7"),
         (damaged(lambda data: data.pop("outputs")), "incomplete or damaged: TypeError"),
         (damaged(lambda data: data.update(budget=[])), "incomplete or damaged: "),
         (damaged(lambda data: data["budget"].update(min_agreement=7)), "incomplete or damaged: min_agreement is 7; expected"),

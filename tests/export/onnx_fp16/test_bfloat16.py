@@ -102,9 +102,10 @@ def test_nodes_without_a_cuda_kernel_stay_float32_except_for_cpus() -> None:
 
 def test_a_raise_that_costs_a_cuda_kernel_is_offered_for_cpus_alone() -> None:
     text = "g (float[1,4,8,8] x) => (float[1,4,7,7] y) { h = Conv (x, w) y = MaxPool <kernel_shape = [2, 2]> (h) }"
-    found = kept(parse(text, opset=17, ir=8, w=normal(4, 4, 1, 1)))["h"]
+    model = parse(text, opset=17, ir=8, w=normal(4, 4, 1, 1))
     offer = "--upgrade-opset raises it for --target cpu alone, as CUDA has no kernel for MaxPool of opset 22"
-    assert found == f"Conv takes bfloat16 from opset 22 on; the model has 17; {offer}"
+    assert kept(model)["h"] == f"Conv takes bfloat16 from opset 22 on; the model has 17; {offer}"
+    assert kept(model, repair=True)["h"].endswith("the model has 17: --upgrade-opset (upgrade_opset=True) raises it")
 
 
 def test_an_operator_that_takes_it_too_late_is_not_offered_a_raise() -> None:

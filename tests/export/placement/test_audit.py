@@ -100,8 +100,9 @@ def test_the_libraries_of_cuda_are_looked_for_where_pip_puts_them(tmp_path: Path
     worker, sought = tmp_path / "worker.py", tmp_path / "sought"
     real = Path(audit_placement.__code__.co_filename).with_name("session_worker.py")
     worker.write_text(
-        "import onnxruntime, pathlib, runpy\n"
-        f"onnxruntime.preload_dlls = lambda: print('not found', file=pathlib.Path({str(sought)!r}).touch())\n"
+        "import pathlib, runpy\n"
+        "from halfserve import nvidia_libraries\n"
+        f"nvidia_libraries.load_nvidia_libraries = pathlib.Path({str(sought)!r}).touch\n"
         f"runpy.run_path({str(real)!r}, run_name='__main__')\n"
     )
     assert audit_placement(sums(), providers=[CPU], worker=worker).assigned.keys() == {CPU}

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,17 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import BudgetExceeded
+from halfserve.export.half_types import HALF_TYPES, HalfName, HalfType, TargetDevice
 from halfserve.export.onnx_files.model_file import serialize
 from halfserve.export.onnx_fp16.convert import convert_float_to_float16
+from halfserve.export.search.smallest_fp32_set import find_fp32_nodes
 from halfserve.export.verification.executions import gpu_is_there
 from halfserve.export.verification.samples import Array
-from halfserve.export.verification.simulation import round_every_node
+from halfserve.export.verification.simulation import has_cuda_steps, round_every_node
 from halfserve.export.verification.verify import verify
+from halfserve.nvidia_libraries import load_nvidia_libraries
 from tests.export.onnx_fp16.models import normal
 from tests.export.stored_models import both, open_session, parse, run_session
 
@@ -244,7 +248,7 @@ def test_verification_detects_overflows_without_a_gpu(name: str) -> None:
 @pytest.mark.skipif(not gpu_is_there(), reason="needs a CUDA device to compare with")
 @pytest.mark.parametrize("example", EXAMPLES.values(), ids=list(EXAMPLES))
 def test_the_simulation_and_a_gpu_agree(example: Example) -> None:
-    onnxruntime.preload_dlls()
+    load_nvidia_libraries()
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(serialize(example.models()[1]), options, providers=["CUDAExecutionProvider"])
@@ -254,3 +258,177 @@ def test_the_simulation_and_a_gpu_agree(example: Example) -> None:
     assert np.array_equal(np.isfinite(on_gpu), np.isfinite(simulated))
     finite = np.isfinite(simulated)
     assert np.allclose(on_gpu[finite], simulated[finite], rtol=2.0**-8, atol=2.0**-10)
+
+
+Rounding = Callable[[Any], Array]  # to the half type and back, in float64
+
+
+def kernel_sigmoid(x: Array, half: Rounding) -> Array:
+    """`a > 0 ? 1 / (1 + exp(-|a|)) : 1 - 1 / (1 + exp(-|a|))` in activations_impl.cu, each operation rounded."""
+    share = half(1 / half(1 + half(np.exp(-np.abs(x)))))
+    return np.where(x > 0, share, half(1 - share))
+
+
+def kernel_softplus(x: Array, half: Rounding) -> Array:
+    """`a > 0 ? a + log(exp(-a) + 1) : log(exp(a) + 1)`."""
+    logarithm = half(np.log(half(half(np.exp(-np.abs(x))) + 1)))
+    return np.where(x > 0, half(x + logarithm), logarithm)
+
+
+def kernel_elu(x: Array, half: Rounding, alpha: float = 1.0) -> Array:
+    """`alpha * (exp(a) - 1)` below 0."""
+    return half(half(alpha) * half(half(np.exp(np.minimum(x, 0))) - 1))
+
+
+def kernel_hard_sigmoid(x: Array, half: Rounding, alpha: float) -> Array:
+    return np.maximum(np.minimum(half(half(half(alpha) * x) + 0.5), 1), 0)
+
+
+def kernel_fast_gelu(x: Array, half: Rounding) -> Array:
+    """`x * (0.5 + 0.5 * tanh(x * (c * x * x + b)))` in fast_gelu_impl.cu."""
+    b, c = half(0.7978845608028654), half(0.035677408136300125)
+    inner = half(x * half(half(half(c * x) * x) + b))
+    return half(x * half(0.5 + half(0.5 * half(np.tanh(inner)))))
+
+
+def sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """An activation as ONNX nodes, in float64, and as its CUDA kernel rounds it."""
+
+    text: str
+    exact: Callable[[Array], Array]
+    kernel: Callable[[Array, Rounding], Array]
+
+
+SELU = (1.67326319217681884765625, 1.05070102214813232421875)
+ACTIVATIONS = {
+    "Sigmoid": Activation(text="y = Sigmoid(x)", exact=sigmoid, kernel=kernel_sigmoid),
+    "SiLU": Activation(
+        text="s = Sigmoid(x)  y = Mul(x, s)",
+        exact=lambda x: x * sigmoid(x),
+        kernel=lambda x, half: half(x * kernel_sigmoid(x, half)),
+    ),
+    "Softplus": Activation(text="y = Softplus(x)", exact=lambda x: np.logaddexp(x, 0), kernel=kernel_softplus),
+    "Mish": Activation(
+        text="y = Mish(x)",
+        exact=lambda x: x * np.tanh(np.logaddexp(x, 0)),
+        kernel=lambda x, half: half(x * half(np.tanh(kernel_softplus(x, half)))),
+    ),
+    "Elu": Activation(
+        text="y = Elu<alpha=0.7>(x)",
+        exact=lambda x: 0.7 * np.expm1(np.minimum(x, 0)),
+        kernel=lambda x, half: kernel_elu(x, half, 0.7),
+    ),
+    "Selu": Activation(
+        text="y = Selu(x)",
+        exact=lambda x: SELU[0] * SELU[1] * np.expm1(np.minimum(x, 0)),
+        kernel=lambda x, half: half(half(SELU[1]) * kernel_elu(x, half, SELU[0])),
+    ),
+    "Softsign": Activation(
+        text="y = Softsign(x)", exact=lambda x: x / (1 + np.abs(x)), kernel=lambda x, half: half(x / half(1 + np.abs(x)))
+    ),
+    "HardSigmoid": Activation(
+        text="y = HardSigmoid<alpha=0.15>(x)",
+        exact=lambda x: np.clip(0.15 * x + 0.5, 0, 1),
+        kernel=lambda x, half: kernel_hard_sigmoid(x, half, 0.15),
+    ),
+    "HardSwish": Activation(
+        text="y = HardSwish(x)",
+        exact=lambda x: x * np.clip(x / 6 + 0.5, 0, 1),
+        kernel=lambda x, half: half(x * kernel_hard_sigmoid(x, half, 1 / 6)),
+    ),
+    "tanh Gelu": Activation(
+        text='y = Gelu<approximate="tanh">(x)',
+        exact=lambda x: x * 0.5 * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x**3))),
+        kernel=kernel_fast_gelu,
+    ),
+}
+# Below 0, where each of them loses most of its digits, and where Elu and Selu compute at all.
+BELOW_ZERO = np.linspace(-20, 0, 200001)
+
+
+@pytest.mark.parametrize("half", HALF_TYPES.values(), ids=list(HALF_TYPES))
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=list(ACTIVATIONS))
+def test_activations_round_where_their_cuda_kernels_do(activation: Activation, half: HalfType) -> None:
+    def to_half(values: Any) -> Array:
+        return half.narrowed(np.asarray(values, np.float32)).astype(np.float64)
+
+    x = np.unique(to_half(BELOW_ZERO))
+    model = parse(f"g ({half.name}[N] x) => ({half.name}[N] y) {{ {activation.text} }}", opset=22, ir=10)
+    feeds = {"x": x.astype(np.float32 if half.has_float32_range else np.float16)}
+    session = open_session(serialize(round_every_node(model, half, cuda=True)), "ORT_ENABLE_BASIC")
+    (simulated,) = run_session(session, feeds).values()
+    exact = activation.exact(x)
+    shown, made = (np.abs(answer - exact).max() for answer in (simulated, activation.kernel(x, to_half)))
+    assert 0.9 <= shown / made <= 1.1
+
+
+SILU = "g (T[N,8] x) => (T[N,8] y) { s = Sigmoid(x)  y = Mul(x, s) }"
+NEGATIVE = np.linspace(-9, -5, 400, dtype=np.float32).reshape(50, 8)
+
+
+def test_what_cuda_kernels_round_is_judged_for_cuda_alone() -> None:
+    with pytest.raises(BudgetExceeded, match=r"output 'y' \(cuda\): max error") as caught:
+        verify(*both(SILU), NEGATIVE, adversarial=False, cuda=False)
+    outputs = caught.value.certificate.outputs
+    assert [verdict.execution for verdict in outputs if verdict.violations] == ["cuda"]
+    assert [verdict.execution for verdict in outputs] == ["rounded", "cuda", "runtime"]
+    certificate = verify(*both(SILU), NEGATIVE, adversarial=False, target_device="cpu", cuda=False)
+    assert (certificate.passed, {verdict.execution for verdict in certificate.outputs}) == (True, {"rounded", "runtime"})
+
+
+def test_a_model_without_such_kernels_has_no_verdict_of_its_own_for_cuda() -> None:
+    certificate = verify(*both("g (T[N,8] x) => (T[N,8] y) { y = Tanh(x) }"), NEGATIVE, adversarial=False, cuda=False)
+    assert {verdict.execution for verdict in certificate.outputs} == {"rounded", "runtime"}
+
+
+@pytest.mark.parametrize(("target_device", "kept"), [("any", ("s",)), ("cpu", ())])
+def test_the_search_keeps_what_cuda_kernels_round(target_device: TargetDevice, kept: tuple[str, ...]) -> None:
+    found = find_fp32_nodes(both(SILU)[0], NEGATIVE, budget=Budget(), adversarial=False, target_device=target_device)
+    assert (found.passed, found.keep_fp32_nodes) == (True, kept)
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+def test_silu_converted_for_cuda_is_within_a_tenth_of_its_kernels_error(dtype: HalfName) -> None:
+    x = np.unique(HALF_TYPES[dtype].rounded(BELOW_ZERO.astype(np.float32)))
+    x = np.concatenate([x, -np.geomspace(21, 6e4, 50, dtype=np.float32)])
+    x = HALF_TYPES[dtype].rounded(x).reshape(1, -1)
+    text = f"g (float[N,{x.size}] x) => (float[N,{x.size}] y) {{ s = Sigmoid(x)  y = Mul(x, s) }}"
+    errors = []
+    for target_device in ("any", "cuda"):
+        converted = convert_float_to_float16(parse(text, opset=17, ir=8), dtype=dtype, target_device=target_device)
+        session = open_session(serialize(round_every_node(converted, HALF_TYPES[dtype], cuda=True)), "ORT_ENABLE_BASIC")
+        (answer,) = run_session(session, {"x": x}).values()
+        errors.append(np.abs(answer - x / (1 + np.exp(np.minimum(-x.astype(np.float64), 700)))).max())
+    assert errors[1] <= errors[0] / 10
+
+
+MIXED = """g (float16[N,1,4,4] x, float[M,4] a, float[4,3] b) => (float16[N,1,4,4] z, float[M,3] y) {{
+    z = {convolution}  y = MatMul(a, b)
+}}"""
+
+
+def test_float32_products_are_tf32_beside_a_half_precision_convolution() -> None:
+    a, b = normal(20, 4, scale=30), normal(4, 3)
+    a[0], a[1], a[2] = np.inf, 3e37, 1e-30  # as the rounding may not change them much, however large
+    feeds = {"x": np.zeros((1, 1, 4, 4), np.float16), "a": a, "b": np.abs(b)}
+    plain, narrow = (
+        run_session(open_session(serialize(model), "ORT_ENABLE_BASIC"), feeds)["y"]
+        for model in map(rounded_for_cuda, ("Mul(x, w)", "Conv(x, w)"))
+    )
+    tf32 = a[3:].astype(np.float16).astype(np.float32) @ feeds["b"].astype(np.float16).astype(np.float32)  # has as many bits
+    assert np.allclose(plain[3:], a[3:] @ feeds["b"], rtol=1e-6, atol=1e-5)
+    assert np.allclose(narrow[3:], tf32, rtol=1e-6, atol=1e-5)
+    assert not np.allclose(tf32, plain[3:], rtol=1e-6, atol=1e-5)
+    assert np.allclose(narrow[:3], plain[:3], rtol=1e-3, atol=0)
+
+
+def rounded_for_cuda(convolution: str) -> onnx.ModelProto:
+    model = parse(MIXED.format(convolution=convolution), opset=17, ir=8, w=np.ones((1, 1, 1, 1), np.float16))
+    rounded = round_every_node(model, cuda=True)
+    assert has_cuda_steps(rounded.graph) == (convolution == "Conv(x, w)")
+    return rounded

@@ -83,7 +83,10 @@ def test_batches_return_in_order_despite_a_failing_one(file: Path) -> None:
 
 def test_cuda_libraries_are_preloaded_for_the_cuda_provider_only(tmp_path: Path, file: Path) -> None:
     sought = tmp_path / "sought"
-    before = f"import onnxruntime, pathlib\nonnxruntime.preload_dlls = pathlib.Path({str(sought)!r}).touch"
+    before = (
+        "import pathlib\nfrom halfserve import nvidia_libraries\n"
+        f"nvidia_libraries.load_nvidia_libraries = pathlib.Path({str(sought)!r}).touch"
+    )
     with Sandbox(worker=misbehaving_worker(tmp_path, "pass", before=before)) as sandbox:
         assert sandbox.run(file, [], level=ALL).trouble is None
         assert not sought.exists()

@@ -6,10 +6,12 @@ import ctypes
 import gc
 from collections.abc import Iterator
 
-import onnxruntime as ort
 import pytest
 
 from halfserve.serve.engine.cuda_driver import DRIVER_NAMES
+
+DEVICES = 2
+MEMORY_BYTES = 1 << 32  # of a device, unless a scene says less
 
 
 @pytest.fixture(scope="module")
@@ -19,14 +21,22 @@ def device() -> ctypes.CDLL:
     library.emulated_log.restype = ctypes.c_char_p
     library.emulated_limit.argtypes = (ctypes.c_size_t,)
     library.emulated_locked_bytes.restype = ctypes.c_size_t
+    library.emulated_memory.argtypes = (ctypes.c_int, ctypes.c_size_t)
+    library.emulated_used.restype = ctypes.c_size_t
+    library.emulated_copied_ns.restype = ctypes.c_int64
+    library.emulated_copy_rate.argtypes = (ctypes.c_double,)
     return library
 
 
 @pytest.fixture(autouse=True)
-def healthy(device: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(ort, "preload_dlls", lambda: None)  # a real runtime may be installed, and takes precedence
+def healthy(device: ctypes.CDLL) -> Iterator[None]:
     gc.collect()
     device.emulated_log()
     yield
     device.emulated_fail(0)
+    device.emulated_blas(0, 0)
+    device.emulated_copy_rate(0.0)
     device.emulated_refuse_locking(0)
+    device.emulated_refuse_peers(0)
+    for number in range(DEVICES):
+        device.emulated_memory(number, MEMORY_BYTES)

@@ -1,26 +1,24 @@
-/* As much of cuDNN as ONNX Runtime's CUDA provider calls, over runtime.c: nothing is computed, and what is built is logged.
+/* As much of cuDNN as ONNX Runtime's CUDA provider calls, over the emulated devices: nothing is computed, and what is built is logged.
  *
  * cuDNN's backend API, on which its frontend library stands, describes a computation by descriptors that are finalized. Three of
  * them cost time on a device, and are in the log: an operation graph, a heuristics query (an engine heuristics descriptor) and an
  * execution plan. The numbers are those of cudnn_graph.h. What is not defined here, the test's library generates.
  */
-#include <stddef.h>
-#include <stdint.h>
+#include "emulated.h"
+
 #include <stdlib.h>
 
-enum { OK = 0, NOT_SUPPORTED = 3000 };
+enum { NOT_SUPPORTED = 3000, EXECUTION_FAILED = 5000 };
 enum { ENGINE_HEURISTICS = 4, EXECUTION_PLAN = 5, OPERATION_GRAPH = 15 };
 enum { INT64 = 3, NUMERICAL_NOTE = 10, BEHAVIOUR_NOTE = 11, INT32 = 23, KNOB_TYPE = 19, KERNEL_NOTE = 24 };
 enum { ENGINE_RESULTS_COUNT = 302, OBJECT_BYTES = 256, WORKSPACE_BYTES = 256 };
-
-/* runtime.c's. */
-void emulated_say(const char *text);
 
 typedef struct {
     int type;
 } Descriptor;
 
 typedef struct {
+    int device;
     void *stream;
 } Handle;
 
@@ -36,7 +34,12 @@ size_t cudnnGetCudartVersion(void) { return 13000; }
 const char *cudnnGetErrorString(int code) { return code ? "emulated error" : "success"; }
 void cudnnGetLastErrorString(char *text, size_t size) { if (size) text[0] = 0; }
 
-int cudnnCreate(Handle **handle) { return *handle = calloc(1, sizeof **handle), OK; }
+int cudnnCreate(Handle **handle) {
+    *handle = calloc(1, sizeof **handle);
+    return (*handle)->device = emulated_current(), OK;
+}
+
+
 int cudnnDestroy(Handle *handle) { return free(handle), OK; }
 int cudnnSetStream(Handle *handle, void *stream) { return handle->stream = stream, OK; }
 int cudnnGetStream(Handle *handle, void **stream) { return *stream = handle->stream, OK; }
@@ -67,8 +70,10 @@ int cudnnBackendGetAttribute(Descriptor *made, int name, int type, int64_t room,
     return made && room >= 0 ? OK : NOT_SUPPORTED;
 }
 
-int cudnnBackendExecute(void *handle, void *plan, void *variants) {
-    return handle && plan && variants ? emulated_say("cuDNN execution"), OK : NOT_SUPPORTED;
+int cudnnBackendExecute(Handle *handle, void *plan, void *variants) {
+    if (!handle || !plan || !variants || handle->device != emulated_current()) return NOT_SUPPORTED;
+    if (emulated_seen(handle->device) || emulated_work(emulated_stream(handle->stream))) return EXECUTION_FAILED;
+    return emulated_say("cuDNN execution"), OK;
 }
 
 /* Sizes. What has room for one number has room for all that is written here. */

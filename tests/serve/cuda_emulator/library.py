@@ -14,9 +14,11 @@ import pytest
 
 from halfserve.serve.engine.cuda_driver import DRIVER_NAMES, CudaDriver, device_count
 
-SOURCE = Path(__file__).with_name("driver.c")
-RUNTIME_SOURCE = Path(__file__).with_name("runtime.c")
+# driver.c and runtime.c stand on device.c; each of the other libraries has a file of its own.
+SOURCES = [Path(__file__).with_name(name) for name in ("device.c", "driver.c", "runtime.c")]
+CUBLAS_SOURCE = Path(__file__).with_name("cublas.c")
 CUDNN_SOURCE = Path(__file__).with_name("cudnn.c")
+NUMBER_OF_DEVICES = "EMULATED_CUDA_DEVICES"  # of the environment; 1 where it is not set
 PROVIDER = Path(ort.__file__).with_name("capi") / "libonnxruntime_providers_cuda.so"
 TENSORRT_PROVIDER = PROVIDER.with_name("libonnxruntime_providers_tensorrt.so")
 # What a program misses: "                 U cudaMalloc@libcudart.so.13".
@@ -38,42 +40,38 @@ def library_path(name: str, folder: Path) -> str:
             pytest.skip("needs a CUDA device")
         return DRIVER_NAMES[0]
     path = folder / "libcuda_emulated.so"
-    _compile(path, SOURCE)
+    _compile(path, *SOURCES)
     return str(path)
 
 
 def make_device(folder: Path) -> None:
     """Fill a folder with the libraries that ONNX Runtime's CUDA provider and the driver's users look for.
 
-    A process that has the folder in its LD_LIBRARY_PATH has a CUDA device then. Skips the test where the provider is not there.
+    A process that has the folder in its LD_LIBRARY_PATH has a CUDA device then, or as many as NUMBER_OF_DEVICES in its
+    environment says. Skips the test where the provider is not there.
     """
     if not PROVIDER.is_file():
         pytest.skip("this ONNX Runtime has no CUDA provider for Linux")
     missed = _missed(PROVIDER)
     libraries = re.findall(r"\[(libcu\w+\.so\.\d+)\]", _output("readelf", "-d", PROVIDER))
     runtime = next(name for name in libraries if name.startswith("libcudart."))
-    made = folder / "made.so"
-    _compile(made, SOURCE, RUNTIME_SOURCE)
-    defined = set(re.findall(r" T (\w+)$", _output("nm", "-D", made), re.MULTILINE))
-    for name in libraries:
-        if name.startswith("libcuda."):
-            continue
-        own = missed[name] | (missed[""] if name == runtime else set())
-        source, version = folder / f"{name}.c", folder / f"{name}.map"
-        source.write_text("".join(map(_nothing, sorted(own - defined))) or "int nothing;\n")
-        version.write_text(f"{name} {{ global: *; }};\n")
-        more = [SOURCE, RUNTIME_SOURCE] if name == runtime else []
-        _compile(folder / name, source, *more, f"-Wl,-soname,{name}", f"-Wl,--version-script={version}")
+    driver = DRIVER_NAMES[0]
+    _make(folder, runtime, missed[runtime] | missed[""], SOURCES)
     needs = ("-Wl,--no-as-needed", folder / runtime, "-Wl,-rpath,$ORIGIN")
-    driver, empty = DRIVER_NAMES[0], folder / "empty.c"
-    empty.write_text("int nothing;\n")
-    _compile(folder / driver, empty, f"-Wl,-soname,{driver}", *needs)
-    named = {name.decode() for name in OF_CUDNN.findall(PROVIDER.read_bytes())}
-    rest, version = folder / f"{CUDNN}.c", folder / f"{CUDNN}.map"
-    own = set(re.findall(r"^\w[\w *]*?(cudnn\w+)\(", CUDNN_SOURCE.read_text(), re.MULTILINE))
-    rest.write_text("".join(map(_nothing, sorted(named - own))))
-    version.write_text(f"{CUDNN} {{ global: *; }};\n")
-    _compile(folder / CUDNN, CUDNN_SOURCE, rest, f"-Wl,-soname,{CUDNN}", f"-Wl,--version-script={version}", *needs)
+    for name in libraries:
+        if name not in {runtime, driver}:
+            _make(folder, name, missed[name], [CUBLAS_SOURCE] if name.startswith("libcublas") else [], *needs)
+    _make(folder, driver, set(), [], *needs)
+    _make(folder, CUDNN, {name.decode() for name in OF_CUDNN.findall(PROVIDER.read_bytes())}, [CUDNN_SOURCE], *needs)
+
+
+def _make(folder: Path, name: str, wanted: set[str], sources: list[Path], *needs: str | Path) -> None:
+    """Compile a library of these sources, and of generated functions for what they lack of the wanted ones."""
+    own = {found for source in sources for found in re.findall(r"^\w[\w *]*?\b(\w+)\(", source.read_text(), re.MULTILINE)}
+    rest, version = folder / f"{name}.c", folder / f"{name}.map"
+    rest.write_text("".join(map(_generated, sorted(wanted - own))) or "int nothing;\n")
+    version.write_text(f"{name} {{ global: *; }};\n")
+    _compile(folder / name, rest, *sources, f"-Wl,-soname,{name}", f"-Wl,--version-script={version}", *needs)
 
 
 def make_tensorrt(folder: Path) -> None:
@@ -87,8 +85,10 @@ def make_tensorrt(folder: Path) -> None:
         _compile(folder / name, source, f"-Wl,-soname,{name}")
 
 
-def _nothing(name: str) -> str:
-    """A function that does nothing; what it would create is somewhere."""
+def _generated(name: str) -> str:
+    """A function that does nothing; what it would create is somewhere. Those of cuBLAS that compute can fail."""
+    if name.startswith("cublas") and not re.search("Create|Destroy|Get|Set|Init", name):
+        return f"int emulated_compute(void *); int {name}(void *handle) {{ return emulated_compute(handle); }}\n"
     return f"int {name}(void **made) {{ {'*made = made;' if 'Create' in name else '(void)made;'} return 0; }}\n"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from halfserve.export.export_errors import ExportError
-from halfserve.export.half_types import BF16, FP16, HalfName, TargetDevice
+from halfserve.export.half_types import BF16, FP16, HALF_TYPES, HalfName, TargetDevice
 from halfserve.export.onnx_fp16.convert import convert_float_to_float16
 from halfserve.export.placement.cuda_kernels import WarningKind, cuda_kernels, predict_cuda
 from tests.export.conversions.cases import cases
+from tests.export.stored_models import parse
 
 OPSETS = range(13, 28)  # 1.31.1 knows none after 27
 MOST = 4  # models of one operator
@@ -164,3 +166,17 @@ def test_no_converted_network_is_refused(dtype: HalfName) -> None:
     found, count = refused(networks, dtype, "any")
     assert not found
     assert count >= 8
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+def test_silu_for_cuda_is_not_fused_to_the_kernel_that_rounds_inside(tmp_path: Path, dtype: HalfName) -> None:
+    model = parse("g (float[n,4] x) => (float[n,4] y) { s = Sigmoid(x)  y = Mul(x, s) }", opset=17, ir=8)
+    found: dict[TargetDevice, list[str]] = {}
+    for target_device in ("any", "cuda"):
+        half, options = convert_float_to_float16(model, dtype=dtype, target_device=target_device), ort.SessionOptions()
+        options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+        ort.InferenceSession(half.SerializeToString(), options, providers=PROVIDERS)
+        nodes = onnx.load(tmp_path / "optimized.onnx").graph.node
+        found[target_device] = [node.op_type for node in nodes if node.op_type != "Cast"]
+    assert found == {"any": ["QuickGelu"], "cuda": ["Neg", "Exp", "Add", "Div"]}

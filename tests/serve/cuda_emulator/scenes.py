@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,12 +15,15 @@ import pytest
 from onnx import TensorProto, helper
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.onnx_runtime.cuda import RECORDING_LOCK
+from halfserve.serve.backends.onnx_runtime.cuda import FIRST_WAIT, RECORDING_LOCK
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime, OnnxRuntimeBackend
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.errors import BackendError, ModelLoadError, is_device_lost, is_out_of_memory
+from halfserve.serve.engine.precision_guard.loading import make_guard
 from tests.export.stored_models import parse
 from tests.serve.backends.support import load_backend
 from tests.serve.cuda_emulator.copying_model import COLUMNS, check, load, log, rows, save, with_graphs
+from tests.serve.cuda_emulator.library import PROVIDER
 
 OUT_OF_MEMORY, ILLEGAL_ADDRESS, OLD_DRIVER = 2, 700, 35
 BROKEN = "CUDA failure 901: operation failed due to a previous error during capture"
@@ -71,28 +75,45 @@ def test_an_output_that_no_node_makes_on_the_device_is_not_recorded(
     assert f"m.onnx: output '{name}' {reason}, which CUDA graphs would not do for each batch" in caplog.text
 
 
-def test_a_model_that_draws_numbers_is_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("operator", "reason"), [("RandomUniformLike", "draws numbers"), ("NonZero", "waits for the device")])
+def test_a_model_that_no_recording_can_follow_is_not_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, operator: str, reason: str
+) -> None:
     model = onnx.load(save(tmp_path / "m.onnx"))
-    model.graph.node.append(helper.make_node("RandomUniformLike", ["x"], ["r"]))
-    model.graph.output.append(helper.make_tensor_value_info("r", TensorProto.FLOAT, ["n", COLUMNS]))
+    model.graph.node.append(helper.make_node(operator, ["x"], ["r"]))
+    kind = TensorProto.INT64 if operator == "NonZero" else TensorProto.FLOAT
+    model.graph.output.append(helper.make_tensor_value_info("r", kind, ["k", "m"]))
     onnx.save(model, tmp_path / "m.onnx")
     backend = load_backend(tmp_path / "m.onnx", DevicePlacement(), with_graphs())
     assert backend._replays is None
-    assert "m.onnx: RandomUniformLike draws numbers, which CUDA graphs would not do for each batch" in caplog.text
+    assert f"m.onnx: {operator} {reason}, which CUDA graphs would not do for each batch" in caplog.text
 
 
-def test_a_batch_that_cannot_be_recorded_is_computed(
+def test_a_batch_that_cannot_be_recorded_is_computed_and_recorded_later(
     tmp_path: Path, device: ctypes.CDLL, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = load(tmp_path / "m.onnx", with_graphs())
     check(backend, 2)
     device.emulated_break()
-    for start in range(3):
+    for start in range(1 + FIRST_WAIT):
         check(backend, 2, start)
-        check(backend, 3, start)
     assert log(device).count("replay") == 0
+    for _ in range(3):
+        check(backend, 3)
+    assert log(device).count("replay") == 2, "other sizes do not wait"
+    device.emulated_break()
+    for start in range(2):
+        check(backend, 2, start)
+    for start in range(2 * FIRST_WAIT):
+        check(backend, 2, start)
+    assert log(device).count("replay") == 0
+    for start in range(4):
+        check(backend, 2, start)
+    assert log(device).count("replay") == 3
     assert [record.message for record in caplog.records] == [
-        f"a CUDA graph could not be recorded ({BROKEN}); no more are, and batches are computed as usual"
+        f"a CUDA graph could not be recorded ({BROKEN}); the next {wait} batches of its size are computed without one, and "
+        "then it is tried again"
+        for wait in (FIRST_WAIT, 2 * FIRST_WAIT)
     ]
 
 
@@ -279,3 +300,64 @@ def test_an_option_that_cannot_be_read_is_refused(
     with pytest.raises(ModelLoadError, match=f"m.onnx: ONNX Runtime refuses the model: {reason}"):
         load(tmp_path / "m.onnx", config)
     assert capfd.readouterr().out == ""
+
+
+# A product or a convolution in one type, and what the provider is to do with TF32: without it, 1.31 computes half-precision
+# convolutions without tensor cores.
+PRODUCTS = {
+    "float32 products": ("float[n,4] x) => (float[n,4] y) { y = MatMul(x, w) }", (4, 4), "0", "fp32"),
+    "a float32 convolution": ("float[n,4,1,1] x) => (float[n,4,1,1] y) { y = Conv(x, w) }", (4, 4, 1, 1), "0", "fp32"),
+    "half products": ("float16[n,4] x) => (float16[n,4] y) { y = MatMul(x, h) }", (4, 4), "0", "fp16"),
+    "a half convolution": ("float16[n,4,1,1] x) => (float16[n,4,1,1] y) { y = Conv(x, h) }", (4, 4, 1, 1), "1", "fp16"),
+    "a convolution behind a cast": (
+        "float[n,4,1,1] x) => (float[n,4,1,1] y) { c = Cast<to=10>(x)  v = Relu(c)  z = Conv(v, h)  y = Cast<to=1>(z) }",
+        (4, 4, 1, 1),
+        "1",
+        "fp16",
+    ),
+}
+
+
+def product(path: Path, name: str, config: ModelConfig | None = None) -> OnnxRuntimeBackend:
+    text, shape, _, _ = PRODUCTS[name]
+    weights = {"w": np.ones(shape, np.float32)} if "w)" in text else {"h": np.ones(shape, np.float16)}
+    onnx.save(parse(f"g ({text}", opset=17, ir=8, **weights), path)
+    return load_backend(path, DevicePlacement(), config)
+
+
+def tf32_of(backend: OnnxRuntimeBackend) -> str:
+    return str(backend._session.get_provider_options()["CUDAExecutionProvider"]["use_tf32"])
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.usefixtures("device")
+def test_float32_products_are_tf32_beside_a_half_convolution_alone(tmp_path: Path, name: str) -> None:
+    backend = product(tmp_path / "m.onnx", name)
+    assert (tf32_of(backend), backend.precision) == PRODUCTS[name][2:]
+
+
+@pytest.mark.usefixtures("device")
+def test_the_precision_says_that_a_configuration_asks_for_tf32_and_the_twin_has_none(tmp_path: Path) -> None:
+    config = ModelConfig()
+    config.optimization.execution_accelerators.gpu_execution_accelerator.add(name="cuda").parameters["use_tf32"] = "1"
+    config.parameters["halfserve.precision_guard"].string_value = "fallback"
+    model, runtime = tmp_path / "m.onnx", OnnxRuntime()
+    (tmp_path / "fp32").mkdir()
+    product(tmp_path / "fp32" / "model.onnx", "float32 products")
+    backend = product(model, "float32 products", config)
+    assert (tf32_of(backend), backend.precision) == ("1", "fp32 (TF32 products)")
+    guard = make_guard(
+        model, runtime, DevicePlacement(), label="m", interface=runtime.describe(model), config=config, source=model
+    )
+    assert guard is not None
+    assert guard._fallback is not None
+    twin = guard._fallback._twin._loaded()
+    assert isinstance(twin, OnnxRuntimeBackend)
+    assert (tf32_of(twin), twin.precision) == ("0", "fp32")
+
+
+@pytest.mark.usefixtures("device")
+def test_long_half_precision_sums_are_added_in_float32(tmp_path: Path) -> None:
+    product(tmp_path / "m.onnx", "half products")
+    assert b"ORT_CUDA_GEMM_OPTIONS" in PROVIDER.read_bytes()
+    assert os.environ["ORT_CUDA_GEMM_OPTIONS"] == "2"

@@ -6,7 +6,13 @@ import numpy as np
 import onnx
 import pytest
 
-from halfserve.export.onnx_fp16.repair.exponentials import FUSE_LOG_SOFTMAX, FUSE_SOFTMAX, FUSE_SOFTPLUS, LIMIT_GELU
+from halfserve.export.onnx_fp16.repair.exponentials import (
+    FUSE_LOG_SOFTMAX,
+    FUSE_SOFTMAX,
+    FUSE_SOFTPLUS,
+    LIMIT_GELU,
+    SPELL_OUT_SILU,
+)
 from tests.export.onnx_fp16.repair.same import answers, assert_untouched, operators, repaired, same
 from tests.export.stored_models import parse
 
@@ -154,3 +160,26 @@ def test_what_is_no_gelu_stays(model: onnx.ModelProto) -> None:
 def test_an_old_clip_has_its_bounds_in_attributes() -> None:
     graph = f"g (float[N, 64] x) => (float[N, 64] y) {{ {GELU} }}"
     same(parse(graph, opset=10, ir=5, **NUMBERS), LIMIT_GELU, {"x": np.ones((1, 64), np.float32)})
+
+
+# SiLU, which CUDA's kernels compute less exactly than its parts.
+
+
+@pytest.mark.parametrize("product", ["Mul (x, s)", "Mul (s, x)"])
+def test_silu_is_spelled_out(product: str) -> None:
+    model = parse(f"g (float[3, 8] x) => (float[3, 8] y) {{ s = Sigmoid (x) y = {product} }}")
+    assert operators(same(model, SPELL_OUT_SILU, X)) == ["Neg", "Exp", "Add", "Div"]
+
+
+@pytest.mark.parametrize(
+    ("body", "outputs"),
+    [
+        ("s = Sigmoid (x) y = Mul (x, s)", "float[3, 8] y, float[3, 8] s"),
+        ("s = Sigmoid (x) r = Relu (x) y = Mul (r, s)", "float[3, 8] y"),
+        ("s = Sigmoid (x) y = Mul (s, s)", "float[3, 8] y"),
+        ("s = Sigmoid (x) y = Add (x, s)", "float[3, 8] y"),
+    ],
+    ids=["the sigmoid is read", "a gate", "a square", "a sum"],
+)
+def test_what_is_no_silu_stays(body: str, outputs: str) -> None:
+    assert_untouched(parse(f"g (float[3, 8] x) => ({outputs}) {{ {body} }}"), SPELL_OUT_SILU)

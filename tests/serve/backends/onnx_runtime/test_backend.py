@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -10,10 +12,10 @@ import pytest
 from onnx import TensorProto, helper
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.onnx_runtime.cuda import GraphReplays
+from halfserve.serve.backends.onnx_runtime.cuda import DriverCopies, GraphReplays
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement
-from halfserve.serve.engine.cuda_driver import device_count
+from halfserve.serve.engine.cuda_driver import CudaDriver, device_count
 from halfserve.serve.engine.errors import BackendError, InvalidArgumentError, ModelLoadError
 from halfserve.serve.engine.tensors import Array
 from tests.models import mlp_weights, save_echo_types, save_mlp, save_model, save_picky, save_unbatched
@@ -123,9 +125,19 @@ def test_cuda_computes_in_fp16(tmp_path: Path) -> None:
     np.testing.assert_allclose(backend.run({"x": x})["y"].astype(np.float32), expected_mlp(x), atol=8e-3)
 
 
-def replays(path: Path, **limits: int) -> GraphReplays:
+def replays(path: Path, **how: Any) -> GraphReplays:
     session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return GraphReplays(session, "cpu", 0, **limits)
+    return GraphReplays(session, "cpu", 0, **how)
+
+
+class MovingDriver:
+    """Copies as CUDA's driver does, to buffers that are on the CPU here."""
+
+    def copy_to_device(self, target: int, source: int, size: int, device_id: int) -> None:
+        assert device_id == 0
+        ctypes.memmove(target, source, size)
+
+    copy_to_host = copy_to_device
 
 
 def batch(rows: int, seed: int) -> dict[str, Array]:
@@ -140,6 +152,15 @@ def test_replays_answer_as_the_session_does(tmp_path: Path, max_shapes: int) -> 
         feeds = batch(rows, seed)
         (answer,) = graphs.run(feeds)
         np.testing.assert_array_equal(answer, plain.run(None, feeds)[0], strict=True)
+
+
+def test_the_driver_copies_as_the_runtime_does(tmp_path: Path) -> None:
+    path = save_mlp(tmp_path / "m.onnx")
+    copies = DriverCopies(cast("CudaDriver", MovingDriver()), 0)
+    graphs, plain = replays(path, copies=copies), ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    for seed, rows in enumerate([4, 4, 1, 4, 1]):
+        feeds = batch(rows, seed)
+        np.testing.assert_array_equal(graphs.run(feeds)[0], plain.run(None, feeds)[0], strict=True)
 
 
 def test_an_answer_outlives_the_next_run_of_its_shape(tmp_path: Path) -> None:

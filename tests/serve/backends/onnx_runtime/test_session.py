@@ -3,9 +3,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -100,34 +98,6 @@ def test_a_device_that_cannot_be_used_is_named_and_the_model_upcast(
     assert "ONNX Runtime cannot use CUDA device 0" in caplog.text
     assert "make install EXTRAS=cuda" in caplog.text
     assert capfd.readouterr() == ("", ""), "the runtime's own lines stay out of the ready line"
-
-
-@pytest.mark.usefixtures("unusable_gpu")
-def test_two_that_load_at_once_leave_stdout_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, stdout = save_mlp(tmp_path / "m.onnx"), sys.stdout
-    two_are_in, one_is_out = threading.Event(), threading.Event()
-    entered: list[int] = []
-
-    def preload() -> None:
-        entered.append(threading.get_ident())
-        if len(entered) == 1:
-            two_are_in.wait(0.2)
-        else:
-            two_are_in.set()
-            one_is_out.wait(5)
-
-    def load() -> None:
-        onnxruntime_session._preload_cuda()
-        open_session(path, ONE_THREAD)
-        one_is_out.set()
-
-    monkeypatch.setattr(ort, "preload_dlls", preload)
-    onnxruntime_session._preloaded.cache_clear()
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(2):
-            pool.submit(load)
-    onnxruntime_session._preloaded.cache_clear()
-    assert sys.stdout is stdout
 
 
 @pytest.mark.usefixtures("unusable_gpu")

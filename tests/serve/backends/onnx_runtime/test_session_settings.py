@@ -114,8 +114,9 @@ def graphs_by_option(value: str) -> str:
 @pytest.mark.parametrize(
     ("text", "on"),
     [
-        ("", False),
+        ("", None),
         ("optimization { cuda { graphs: true } }", True),
+        ("optimization { cuda { graphs: false } }", False),
         (graphs_by_option("1"), True),
         (graphs_by_option("True"), True),
         (graphs_by_option("0"), False),
@@ -125,7 +126,7 @@ def graphs_by_option(value: str) -> str:
         ("optimization { cuda { graphs: true } }" + parameter("halfserve.cuda_graphs", "off"), False),
     ],
 )
-def test_cuda_graphs_are_ours_to_switch_on(text: str, *, on: bool) -> None:
+def test_cuda_graphs_are_ours_to_switch_on(text: str, *, on: bool | None) -> None:
     read = settings(text)
     assert read.cuda_graphs is on
     assert "enable_cuda_graph" not in read.accelerators.cuda

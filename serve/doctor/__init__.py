@@ -1,0 +1,1 @@
+"""`halfserve doctor`: what this machine computes, and what is missing for serving."""

@@ -1,0 +1,167 @@
+"""How the ways to compute on a device are chosen when a model is loaded; see scenes.py. The times are given."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.cuda_trials import Cost, CudaTrials, WaysCache
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntimeBackend
+from halfserve.serve.backends.runtimes import Runtimes
+from halfserve.serve.engine.backend import Backend, DevicePlacement
+from halfserve.serve.engine.cuda_driver import cuda_driver
+from halfserve.serve.engine.tensors import Array
+from tests.export.stored_models import parse
+from tests.serve.cuda_emulator.copying_model import log, save
+
+WAYS = "halfserve.cuda_ways"
+
+
+@dataclass
+class GivenTimes:
+    """Measures what a test says, in the order of the ways that are measured.
+
+    Attributes:
+        ms: times, and times on the processor; the first are those of the usual way.
+        recorded: whether each backend that was measured records CUDA graphs.
+    """
+
+    ms: Sequence[tuple[float, float]]
+    answers: list[float] = field(default_factory=list)
+    recorded: list[bool] = field(default_factory=list)
+
+    def __call__(self, backend: Backend, batch: Mapping[str, Array]) -> Cost:
+        assert isinstance(backend, OnnxRuntimeBackend)
+        for _ in range(3):  # of which the second records, and the third replays
+            backend.run({name: array.astype(backend.compute_dtype(name)) for name, array in batch.items()})
+        number = len(self.recorded)
+        self.recorded.append(backend.records_graphs)
+        answer = self.answers[number] if self.answers else 1.0
+        return Cost(*self.ms[number], {"y": np.full(3, answer, np.float32)})
+
+
+def save_convolution(path: Path, kind: str = "float16") -> Path:
+    model = parse(
+        f"m ({kind}[n, 8, 4, 4] x) => ({kind}[n, 8, 4, 4] y) {{ y = Conv <pads = [1, 1, 1, 1]> (x, w) }}", opset=17, ir=8
+    )
+    weight = np.ones((8, 8, 3, 3), np.float32 if kind == "float" else np.float16)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    onnx.save(model, path)
+    return path
+
+
+def load(path: Path, trials: CudaTrials, config: ModelConfig | None = None) -> tuple[OnnxRuntimeBackend, ModelConfig]:
+    runtimes, config = Runtimes(ways=trials), config or ModelConfig(max_batch_size=4)
+    backend = runtimes.load(path, runtimes.describe(path), DevicePlacement(), config)
+    assert isinstance(backend, OnnxRuntimeBackend)
+    assert backend.provider == "CUDAExecutionProvider"
+    return backend, config
+
+
+def options(backend: OnnxRuntimeBackend) -> dict[str, str]:
+    found: dict[str, str] = backend._session.get_provider_options()["CUDAExecutionProvider"]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def awake() -> None:
+    driver = cuda_driver()
+    assert driver is not None
+    driver.set_blocking_waits(0, on=False)
+
+
+@pytest.mark.parametrize(
+    ("ms", "chosen"),
+    [
+        ([(9, 9), (5, 5), (1, 1), (6, 6)], "nhwc"),
+        ([(9, 9), (8.9, 8.9), (1, 1), (8.9, 1)], "blocking"),
+        ([(9, 9), (5, 5), (1, 1), (5.2, 1)], "nhwc, blocking"),
+        ([(9, 9), (10, 9), (1, 1), (9.6, 1)], "none"),
+    ],
+    ids=["faster", "frees the processor", "both", "neither"],
+)
+def test_the_ways_that_pay_are_chosen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ms: list[tuple[float, float]], chosen: str
+) -> None:
+    path, times = save_convolution(tmp_path / "m.onnx"), GivenTimes(ms)
+    with caplog.at_level(logging.INFO):
+        backend, config = load(path, CudaTrials(measure=times))
+    assert config.parameters[WAYS].string_value == chosen
+    assert options(backend)["prefer_nhwc"] == ("1" if "nhwc" in chosen else "0")
+    driver = cuda_driver()
+    assert driver is not None
+    assert driver.blocking == ({0} if "blocking" in chosen else set())
+    said = config.parameters["halfserve.measured"].string_value
+    assert said.startswith("on CUDA 9 ms (9 ms on the processor) for a batch of 4; nhwc ")
+    assert "copies needs CUDA graphs, which fail" in said, "the emulated driver copies to no memory of the runtime"
+    assert f"is computed on CUDA by {chosen.replace(', ', ' and ').replace('none', 'the usual way')} ({said})" in caplog.text
+
+
+def test_a_way_with_other_answers_is_left_out(tmp_path: Path) -> None:
+    times = GivenTimes([(9, 9), (1, 1), (9, 9), (9, 9)], answers=[1.0, 1.2, 1.0, 1.0])
+    _, config = load(save_convolution(tmp_path / "m.onnx"), CudaTrials(measure=times))
+    assert config.parameters[WAYS].string_value == "none"
+    assert "nhwc gives answers that differ by 0.2 of the largest value" in config.parameters["halfserve.measured"].string_value
+
+
+def test_the_choice_is_remembered_by_file_and_settings(tmp_path: Path) -> None:
+    path, cache = save_convolution(tmp_path / "m.onnx"), WaysCache(tmp_path / "cache")
+    for times in (GivenTimes([(9, 9), (5, 5), (6, 6), (6, 6)]), GivenTimes([])):
+        backend, config = load(path, CudaTrials(cache, times))
+        assert config.parameters[WAYS].string_value == "nhwc"
+        assert "nhwc 5 ms" in config.parameters["halfserve.measured"].string_value
+        assert options(backend)["prefer_nhwc"] == "1"
+    again = GivenTimes([(9, 9), (10, 9), (9, 9), (9, 9)])
+    _, config = load(path, CudaTrials(cache, again), ModelConfig(max_batch_size=8))
+    assert config.parameters[WAYS].string_value == "none"
+    assert len(again.recorded) == 4
+
+
+def test_no_way_is_tried_when_the_time_is_over(tmp_path: Path) -> None:
+    clock = iter([0.0, 19.0, 21.0, 22.0])
+    times = GivenTimes([(9, 9), (5, 5)])
+    _, config = load(save_convolution(tmp_path / "m.onnx"), CudaTrials(measure=times, clock=lambda: next(clock)))
+    assert config.parameters[WAYS].string_value == "nhwc"
+    assert config.parameters["halfserve.measured"].string_value.endswith("copies not tried in 20 s; blocking not tried in 20 s")
+
+
+def test_graphs_are_tried_for_a_model_of_fixed_sizes(tmp_path: Path, device: ctypes.CDLL) -> None:
+    times = GivenTimes([(9, 9), (5, 5), (9, 9), (9, 9)])
+    backend, config = load(save(tmp_path / "m.onnx"), CudaTrials(measure=times))
+    assert config.parameters[WAYS].string_value == "graphs"
+    assert times.recorded == [False, True, False, True]
+    log(device)
+    for _ in range(3):
+        backend.run({"x": np.zeros((2, 4), np.float32)})
+    assert log(device).count("replay") == 2
+
+
+def test_configured_ways_are_not_tried(tmp_path: Path) -> None:
+    config = ModelConfig(max_batch_size=4)
+    config.parameters[WAYS].string_value = "nhwc"
+    backend, _ = load(save_convolution(tmp_path / "m.onnx"), CudaTrials(measure=GivenTimes([])), config)
+    assert options(backend)["prefer_nhwc"] == "1"
+    single = ModelConfig(max_batch_size=4)
+    accelerator = single.optimization.execution_accelerators.gpu_execution_accelerator.add(name="cuda")
+    accelerator.parameters["prefer_nhwc"] = "0"
+    backend, single = load(save_convolution(tmp_path / "m.onnx"), CudaTrials(measure=GivenTimes(4 * [(9, 9)])), single)
+    assert options(backend)["prefer_nhwc"] == "0"
+    assert "nhwc" not in single.parameters["halfserve.measured"].string_value
+
+
+def test_only_float16_convolutions_are_tried_in_nhwc(tmp_path: Path) -> None:
+    _, config = load(save_convolution(tmp_path / "m.onnx", "float"), CudaTrials(measure=GivenTimes(4 * [(9, 9)])))
+    assert "nhwc" not in config.parameters["halfserve.measured"].string_value
+
+
+def test_real_times_choose_something(tmp_path: Path) -> None:
+    _, config = load(save_convolution(tmp_path / "m.onnx"), CudaTrials())
+    assert config.parameters["halfserve.measured"].string_value.startswith("on CUDA ")
