@@ -29,7 +29,6 @@ MODULES = (
     "engine.execution.batch",
     "engine.execution.batch_invariance",
     "engine.execution.delivery",
-    "engine.execution.device_inputs",
     "engine.execution.free_instances",
     "engine.execution.instance",
     "engine.execution.memory_limit",

@@ -1,4 +1,7 @@
-"""Inputs of a batch that lie on its CUDA device already: they are joined there, without a copy on the host."""
+"""Inputs of a batch that lie on its CUDA device already: they are joined there, without a copy on the host.
+
+The module is not compiled: compiled subclasses of Mapping pass `isinstance` for any mapping, and backends ask by it.
+"""
 
 from __future__ import annotations
 
