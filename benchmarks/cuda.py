@@ -95,7 +95,8 @@ def accuracy(network: Network, plan: Plan) -> Iterator[Cells]:
     feeds[FP16] = {name: array.astype(feeds[FP16][name].dtype) for name, array in feeds[FP32].items()}
     on_cpu = DevicePlacement(use_gpu=False, threads=plan.placement.threads)
     reference = Alone(network.path(FP32), on_cpu).run(feeds[FP32])["y"]
-    simulated = Session(round_every_node(onnx.load(network.path(FP16))).SerializeToString(), "ORT_DISABLE_ALL")
+    rounded = round_every_node(onnx.load(network.path(FP16)), cuda=plan.on_gpu)
+    simulated = Session(rounded.SerializeToString(), "ORT_DISABLE_ALL")
     predicted = _distance(reference, np.asarray(simulated.run(dict(feeds[FP16]))[0]))
     for precision in (FP32, FP16):
         alone = Alone(network.path(precision), plan.placement)
@@ -207,7 +208,7 @@ def compared(case: Case, provider: str) -> Errors:
     converted = convert_float_to_float16(onnx.load_from_string(case.model), keep_io_types=True)
     if provider == CUDA:
         load_nvidia_libraries()
-    return errors_of(case, converted, Session(converted.SerializeToString(), provider=provider))
+    return errors_of(case, converted, Session(converted.SerializeToString(), provider=provider), cuda=provider == CUDA)
 
 
 def lengths(model: Path, plan: Plan) -> Iterator[Cells]:
