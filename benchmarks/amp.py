@@ -190,13 +190,16 @@ def main(
 ) -> None:
     """Measure, and print one table."""
     torch.set_num_threads(1)
+    slow = []
     table = Table("a training step", "torch us", "variant", "us", "ratio", "target")
     for what, variants in measure(device, rounds, set(only.split(","))).items():
         for name, (own, ratio) in variants.items():
             if name != "torch":
                 target = f"{TARGETS[name]:.2f}" if name in TARGETS else ""
+                slow += [f"{what}: {name} {ratio:.2f}"] if ratio > TARGETS.get(name, ratio) else []
                 table.add_row(what, f"{variants['torch'][0] * 1e6:,.1f}", name, f"{own * 1e6:,.1f}", f"{ratio:.3f}", target)
     Console().print(table)
+    print(f"verdict: {'; '.join(slow) or 'all'}{' is' if slow else ''} {'above' if slow else 'within'} the target")
 
 
 if __name__ == "__main__":
