@@ -28,8 +28,12 @@ if [[ -n ${BUNDLE:-} ]]; then
   python3 setup.py --quiet egg_info || exit
 fi
 
-# Files with tests that need a device: naming them saves the time to collect all others.
-tests() { grep -rlE "pytest\.mark\.gpu|LIBRARIES" --include="test_*.py" tests; }
+# Files with tests that need a device and no package beyond the bundle: naming them saves the time to collect all others.
+tests=(tests/serve/engine/test_cuda_driver.py tests/serve/backends/onnx_runtime/test_session.py
+  tests/serve/backends/onnx_runtime/test_backend.py tests/export/verification/test_cuda_kernels.py tests/export/verification/test_simulation.py
+  tests/export/placement/test_audit.py tests/amp_core/grad_scaler/test_grad_scaler.py tests/amp_core/grad_scaler/test_loss_scale.py
+  tests/amp_core/recorder/test_recorder.py tests/amp_core/recorder/test_observations.py tests/amp_core/policy/test_operations.py
+  tests/amp_core/autocast/test_inside_torch.py tests/amp_core/test_random_state.py)
 
 # limit SECONDS COMMAND ...: a step's own limit, within what is left of the call.
 limit() {
@@ -46,10 +50,10 @@ step() {
     placement) limit 20 python3 -m benchmarks.cuda_device.checks placement --models "$models" ;;
     shapes) limit 40 python3 -m benchmarks.cuda_device.checks shapes --models "$models" ;;
     served) limit 130 python3 -m benchmarks.cuda --only served --models minilm,resnet --files fp16 --sizes 32 --networks "$models" ;;
-    tests) tests | limit 60 xargs python3 -m pytest -q -m gpu --continue-on-collection-errors -p no:cacheprovider ;;
+    tests) limit 60 python3 -m pytest -q -m gpu --continue-on-collection-errors -p no:cacheprovider "${tests[@]}" ;;
     faults) limit 100 python3 -m benchmarks.cuda_faults ;;
     training) limit 60 python3 -m benchmarks.amp --device cuda --rounds 9 --only steps,scaler ;;
-    predictions) limit 60 python3 -m benchmarks.cuda --only predictions --cases 300 ;;
+    predictions) limit 60 python3 -m benchmarks.cuda --only predictions --cases 60 ;;
     *) echo "there is no step $1" && return 2 ;;
   esac
 }
