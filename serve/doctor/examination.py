@@ -85,7 +85,7 @@ def onnx_runtime() -> Facts:
     graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "doubled", values[:1], values[1:])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    (answer,) = session.run(None, {"x": np.ones(1, "float32")})
+    answer = np.asarray(session.run(None, {"x": np.ones(1, "float32")})[0])
     if answer.tolist() != [2.0]:
         raise ValueError(f"ONNX Runtime computed 1 + 1 = {answer.tolist()[0]}; install it again")
     return {"version": ort.__version__, "cuda": ort.cuda_version, "providers": ort.get_available_providers()}
