@@ -1,5 +1,5 @@
 # One-word tasks. Each makes the virtual environment first and installs what it uses, so any of them works on a fresh clone.
-.PHONY: help install dev compile demo test test-long test-all test-plain gpu docs lint types format proto manifests clean
+.PHONY: help install dev compile demo test test-long test-all test-plain gpu gpu-bundle docs lint types format proto manifests clean
 .DEFAULT_GOAL := help
 
 # The first Python >= 3.11 that can make a virtual environment; `make test PYTHON=/path/to/python3` chooses another.
@@ -18,6 +18,7 @@ help:
 	@echo "make test-all  these, and the long ones: sweeps, zoos, soaks, fuzzing, emulated devices"
 	@echo "make test-plain  the short tests of the server, without the compiled hot path"
 	@echo "make gpu     tests and benchmarks that need a CUDA device; results in build/gpu"
+	@echo "make gpu-bundle  what benchmarks/gpu.sh needs on a machine with a device and no network, in build/gpu-bundle"
 	@echo "make compile compile the hot path again, after an edit"
 	@echo "make docs    the documentation site, into build/docs"
 	@echo "make lint    ruff (style and errors) and hadolint (Dockerfile)"
@@ -106,7 +107,12 @@ test-plain: $(READY)
 	$(PYTEST) -m "not long" $(SERVER_TESTS)
 
 gpu: $(READY)
+	$(BIN)/python -m benchmarks.cuda_device.bundle --models-only build/gpu-bundle
 	PATH="$(abspath $(BIN)):$$PATH" benchmarks/gpu.sh build/gpu
+
+# For a machine with a device and torch, and without network: what gpu.sh unpacks there, for Python 3.12 and H100 or H200.
+gpu-bundle: $(READY)
+	$(BIN)/python -m benchmarks.cuda_device.bundle build/gpu-bundle
 
 docs: $(READY)
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs build/docs

@@ -12,7 +12,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
 
@@ -149,8 +149,8 @@ def seconds(step: Step, repeat: int) -> float:
     return (time.perf_counter() - started) / repeat
 
 
-def measure(device: str, rounds: int, parts: set[str]) -> dict[str, dict[str, tuple[float, float]]]:
-    """All results, by part and by variant."""
+def measure(device: str, rounds: int, parts: set[str]) -> Iterator[tuple[str, dict[str, tuple[float, float]]]]:
+    """Yield each part of the results, with its times by variant."""
     regions: dict[str, Region] = {
         "torch": lambda: torch.autocast(device, DTYPE),
         "ours": lambda: autocast(device, DTYPE),
@@ -158,20 +158,19 @@ def measure(device: str, rounds: int, parts: set[str]) -> dict[str, dict[str, tu
         "policy cuda": lambda: autocast(device, DTYPE, policy="cuda"),
         "policy fp32:relu": lambda: autocast(device, DTYPE, policy="native+fp32:relu"),
     }
-    found: dict[str, dict[str, tuple[float, float]]] = {}
     for name, build in MODELS.items():
         if "steps" in parts:
             eager = {key: training_step(build, region, device) for key, region in regions.items()}
-            found[f"{name}, eager"] = ratios(eager, rounds)
+            yield f"{name}, eager", ratios(eager, rounds)
         if "compiled" in parts:
             names = {"torch": "torch", "compiled": "ours", "compiled, policy cuda": "policy cuda"}
             compiled = {new: training_step(build, regions[old], device, compiled=True) for new, old in names.items()}
-            found[f"{name}, compiled"] = ratios(compiled, rounds)
+            yield f"{name}, compiled", ratios(compiled, rounds)
         if "record" in parts:
             plain = training_step(build, regions["ours"], device)
             recorded = training_step(build, regions["ours"], device, every=RECORD_EVERY)
             both = {"torch": plain, "record 1 in 200": recorded}
-            found[f"{name}, recorded"] = ratios(both, max(5, rounds // 3), steps=RECORD_EVERY)
+            yield f"{name}, recorded", ratios(both, max(5, rounds // 3), steps=RECORD_EVERY)
     if "scaler" in parts:
         for label, make in (
             ("SGD", lambda p: torch.optim.SGD(p, lr=0.0)),
@@ -179,8 +178,7 @@ def measure(device: str, rounds: int, parts: set[str]) -> dict[str, dict[str, tu
         ):
             scalers = {"torch": torch.amp.GradScaler(device), "scaler": GradScaler(device)}
             steps = {key: scaler_step(scaler, make, device) for key, scaler in scalers.items()}
-            found[f"step and update, {SCALER_PARAMETERS} parameters, {label}"] = ratios(steps, rounds)
-    return found
+            yield f"step and update, {SCALER_PARAMETERS} parameters, {label}", ratios(steps, rounds)
 
 
 def main(
@@ -190,13 +188,17 @@ def main(
 ) -> None:
     """Measure, and print one table."""
     torch.set_num_threads(1)
+    slow = []
     table = Table("a training step", "torch us", "variant", "us", "ratio", "target")
-    for what, variants in measure(device, rounds, set(only.split(","))).items():
+    for what, variants in measure(device, rounds, set(only.split(","))):
         for name, (own, ratio) in variants.items():
             if name != "torch":
                 target = f"{TARGETS[name]:.2f}" if name in TARGETS else ""
+                slow += [f"{what}: {name} {ratio:.2f}"] if ratio > TARGETS.get(name, ratio) else []
+                print(f"{what}: {name} {ratio:.3f}", flush=True)
                 table.add_row(what, f"{variants['torch'][0] * 1e6:,.1f}", name, f"{own * 1e6:,.1f}", f"{ratio:.3f}", target)
     Console().print(table)
+    print(f"verdict: {'; '.join(slow) or 'all'}{' is' if slow else ''} {'above' if slow else 'within'} the target")
 
 
 if __name__ == "__main__":

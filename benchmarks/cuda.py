@@ -7,16 +7,15 @@
 code 1 at the end; the others are still made. `--only` selects some of the tables if the time does not suffice for all.
 
 Answers are compared with those of the fp32 model on the CPU; "predicted" is the fp16 model's error in verification's simulation
-on the CPU, which rounds after every node. "Alone" is the backend with prepared batches, including copies to the device and
-back; "in process" adds the engine's queue and requests of one row; the other ways are `halfserve serve` with one load generator
-beside it. Options of the CUDA provider are set one at a time. "predictions" runs ONNX's own test models.
+on the CPU, which rounds after every node. "Alone" is a session with prepared batches in locked memory, including copies to the
+device and back; the other ways are `halfserve serve` with one load generator beside it, whose requests have one row.
+"predictions" runs ONNX's own test models.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import statistics
 import sys
 import tempfile
 import traceback
@@ -32,44 +31,30 @@ import onnx
 import onnxruntime as ort
 import typer
 
-from benchmarks import mixed_lengths
 from benchmarks.converters.prediction import Agreement, Errors, errors_of
 from benchmarks.converters.suite import judgeable_cases
-from benchmarks.cuda_device.networks import FP16, FP32, Network, write_minilm, write_networks
-from benchmarks.cuda_device.ways import Alone, each_way, highest, locked, rows_per_second
+from benchmarks.cuda_device.networks import FP16, FP32, Network, networks_of
+from benchmarks.cuda_device.ways import Alone, each_way
 from halfserve import convert_float_to_float16
 from halfserve.export.certificate.budget import ErrorFigures
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.simulation import round_every_node
 from halfserve.nvidia_libraries import load_nvidia_libraries
 from halfserve.serve.benchmark.level import Load
-from halfserve.serve.benchmark.measurement import Goal, Measurement, measure
+from halfserve.serve.benchmark.measurement import Measurement, measure
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.cuda_driver import device_count
-from halfserve.serve.engine.errors import BackendError, ModelLoadError
+from halfserve.serve.engine.errors import BackendError
 from halfserve.serve.observability.exposition import find_nvml
 from tests.export.conversions.cases import KINDS, Case
 from tests.export.conversions.crash_pool import Crash, CrashPool
 from tests.export.conversions.runtime import Session
 
-# From https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html: options that may pay, against the default.
-OPTIONS = (
-    ("cudnn_conv_algo_search", "EXHAUSTIVE"),
-    ("cudnn_conv_algo_search", "DEFAULT"),
-    ("cudnn_conv_use_max_workspace", "0"),
-    ("fuse_conv_bias", "1"),
-    ("prefer_nhwc", "1"),
-    ("use_tf32", "0"),
-    ("enable_skip_layer_norm_strict_mode", "1"),
-    ("arena_extend_strategy", "kSameAsRequested"),
-    ("do_copy_in_default_stream", "0"),
-)
 REASON_LENGTH = 120
 TIMEOUT_S = 120.0  # time limit for one model of the predictions
 CUDA = "CUDAExecutionProvider"
-BOUNDS_MS = {"resnet": 15.0, "minilm": 15.0, "bert": 130.0}  # latency limits on the p99
+MODELS = ("resnet", "minilm", "bert")
 WARM_UP_S = 0.5
-MIXES = ("50", "short", "tail")  # distributions of lengths
 WORST = 5  # models with the largest ratios of found to predicted error
 Cells = tuple[str, ...]
 
@@ -82,6 +67,8 @@ class Plan:
     seconds: float  # duration of one measurement
     sizes: tuple[int, ...]  # batch sizes
     in_flight: int = 3  # concurrent requests, as a multiple of the batch size
+    files: tuple[str, ...] = (FP32, FP16)  # precisions of the files that are served
+    cases: int | None = None  # largest number of ONNX's models of a kind; None for all
 
     @property
     def on_gpu(self) -> bool:
@@ -95,7 +82,8 @@ def accuracy(network: Network, plan: Plan) -> Iterator[Cells]:
     feeds[FP16] = {name: array.astype(feeds[FP16][name].dtype) for name, array in feeds[FP32].items()}
     on_cpu = DevicePlacement(use_gpu=False, threads=plan.placement.threads)
     reference = Alone(network.path(FP32), on_cpu).run(feeds[FP32])["y"]
-    simulated = Session(round_every_node(onnx.load(network.path(FP16))).SerializeToString(), "ORT_DISABLE_ALL")
+    rounded = round_every_node(onnx.load(network.path(FP16)), cuda=plan.on_gpu)
+    simulated = Session(rounded.SerializeToString(), "ORT_DISABLE_ALL")
     predicted = _distance(reference, np.asarray(simulated.run(dict(feeds[FP16]))[0]))
     for precision in (FP32, FP16):
         alone = Alone(network.path(precision), plan.placement)
@@ -107,79 +95,17 @@ def accuracy(network: Network, plan: Plan) -> Iterator[Cells]:
         )
 
 
-def alone_by_size(network: Network, plan: Plan) -> Iterator[Cells]:
-    """Batches of every size, with CUDA graphs and without."""
-    for precision in (FP32, FP16):
-        plain, graphs = (Alone(network.path(precision), plan.placement, graphs=on) for on in (False, True))
-        for size in plan.sizes:
-            feeds = network.feeds(precision, size)
-            without, replayed = (copy.milliseconds(feeds, plan.seconds) for copy in (plain, graphs))
-            rates = (f"{size / without * 1e3:.0f}", f"{size / replayed * 1e3:.0f}")
-            yield network.name, precision, str(size), f"{without:.3f}", f"{replayed:.3f}", *rates, f"{without / replayed:.2f}"
-
-
-def options(network: Network, plan: Plan) -> Iterator[Cells]:
-    """The largest batch with one option set, measured in turn with the default."""
-    for precision in (FP32, FP16):
-        feeds = network.feeds(precision, plan.sizes[-1])
-        default = Alone(network.path(precision), plan.placement)
-        answer = default.run(feeds)["y"]
-        for key, text in OPTIONS:
-            try:
-                changed = Alone(network.path(precision), plan.placement, {key: text})
-                error = _distance(answer, changed.run(feeds)["y"]).max_scaled_error
-            except (ModelLoadError, BackendError) as failure:
-                yield network.name, precision, f"{key}={text}", "-", "-", "-", str(failure)[:REASON_LENGTH]
-                continue
-            before, with_it = (copy.milliseconds(feeds, plan.seconds) for copy in (default, changed))
-            ratio = f"{before / with_it:.3f}"
-            yield network.name, precision, f"{key}={text}", f"{before:.3f}", f"{with_it:.3f}", ratio, f"{error:.1e}"
-
-
-def memory(network: Network, plan: Plan) -> Iterator[Cells]:
-    """Time of the same batches in pageable and in locked memory."""
-    for precision in (FP32, FP16):
-        copy = Alone(network.path(precision), plan.placement)
-        for size in plan.sizes:
-            feeds = network.feeds(precision, size)
-            fixed = locked(feeds) if plan.on_gpu else None
-            pageable = copy.milliseconds(feeds, plan.seconds)
-            figures = ("-", "-")
-            if fixed is not None:
-                taken = copy.milliseconds(fixed, plan.seconds)
-                figures = (f"{taken:.3f}", f"{pageable / taken:.3f}")
-            kib = sum(array.nbytes for array in feeds.values()) / 1024
-            yield network.name, precision, str(size), f"{kib:.1f}", f"{pageable:.3f}", *figures
-
-
 def serving(network: Network, plan: Plan) -> Iterator[Cells]:
-    """The rate alone, behind the queue, and by each way over gRPC, at the batch size that is fastest alone."""
+    """The rate alone, and by each way over gRPC, at the batch size that is fastest alone."""
     how = Measurement(seconds=plan.seconds, warmup_s=WARM_UP_S)
-    for precision in (FP32, FP16):
+    for precision in plan.files:
         best, alone = _fastest(network, precision, plan)
-        row, in_flight = network.feeds(precision, 1), max(4, plan.in_flight * best)
-        inside = rows_per_second(
-            network.path(precision), plan.placement, row, batch_size=best, in_flight=in_flight, seconds=plan.seconds
-        )
+        in_flight = max(4, plan.in_flight * best)
         yield network.name, precision, str(best), "alone", f"{alone:.0f}", "", "", ""
-        yield network.name, precision, str(best), "in process", f"{inside:.0f}", f"{inside / alone:.3f}", "", ""
         for way, bench in each_way(network, precision, plan.placement, best):
             level = measure(bench, Load(concurrency=in_flight), how)
             rate, latencies = level.requests_per_second, (f"{level.percentile_ms(percent):.2f}" for percent in (50, 99))
             yield network.name, precision, str(best), way, f"{rate:.0f}", f"{rate / alone:.3f}", *latencies
-
-
-def limits(network: Network, plan: Plan) -> Iterator[Cells]:
-    """The highest rate of requests whose p99 stays within the limit, for each way."""
-    how, goal = Measurement(seconds=plan.seconds, warmup_s=WARM_UP_S), Goal(percent=99, max_ms=BOUNDS_MS[network.name])
-    best, alone = _fastest(network, FP16, plan)
-    for way, bench in each_way(network, FP16, plan.placement, best):
-        level = highest(bench, goal, alone, how)
-        figures = ("-", "-", "-")
-        if level is not None:
-            rate = level.requests_per_second
-            figures = (f"{rate:.0f}", f"{rate / alone:.3f}", f"{level.percentile_ms(99):.2f}")
-        yield network.name, way, f"{goal.max_ms:g}", *figures
 
 
 def predictions(kind: str, plan: Plan) -> Iterator[Cells]:
@@ -188,7 +114,7 @@ def predictions(kind: str, plan: Plan) -> Iterator[Cells]:
     failed = []
     provider = CUDA if plan.on_gpu else "CPUExecutionProvider"
     workers = max(2, (os.cpu_count() or 2) // 2)
-    cases = judgeable_cases(kind, workers)
+    cases = judgeable_cases(kind, workers, most=plan.cases)
     with CrashPool(compared, workers=workers, timeout_seconds=TIMEOUT_S) as pool:
         for case, errors in zip(cases, pool.map((case, provider) for case in cases), strict=True):
             if isinstance(errors, Crash):
@@ -207,15 +133,7 @@ def compared(case: Case, provider: str) -> Errors:
     converted = convert_float_to_float16(onnx.load_from_string(case.model), keep_io_types=True)
     if provider == CUDA:
         load_nvidia_libraries()
-    return errors_of(case, converted, Session(converted.SerializeToString(), provider=provider))
-
-
-def lengths(model: Path, plan: Plan) -> Iterator[Cells]:
-    """Requests of mixed lengths, with padding and without."""
-    device: mixed_lengths.Device = "cuda" if plan.on_gpu else "cpu"
-    for found in mixed_lengths.compared(model, MIXES, (16, 64), rounds=3, seconds=plan.seconds, device=device):
-        medians = (f"{statistics.median(found.rates[way]):.0f}" for way in mixed_lengths.WAYS)
-        yield found.mix, str(found.in_flight), *medians, found.ratio
+    return errors_of(case, converted, Session(converted.SerializeToString(), provider=provider), cuda=provider == CUDA)
 
 
 def _fastest(network: Network, precision: str, plan: Plan) -> tuple[int, float]:
@@ -236,12 +154,10 @@ TABLES: dict[str, tuple[str, Callable[[Any, Plan], Iterator[Cells]]]] = {
         accuracy,
     ),
     "served": ("model | file | batch | way | rows/s | of alone | p50 ms | p99 ms", serving),
-    "limits": ("model | way | bound of the p99, ms | requests/s | of alone | p99 ms", limits),
-    "lengths": ("tokens | in flight | padded 1/s | unpadded 1/s | ratio (least to most)", lengths),
-    "alone": ("model | file | batch | ms | ms, CUDA graphs | rows/s | rows/s, CUDA graphs | graphs' gain", alone_by_size),
-    "options": ("model | file | option | ms, default | ms | gain | error of the default", options),
-    "memory": ("model | file | batch | KiB in | ms, pageable | ms, locked | gain", memory),
 }
+
+# Columns of a table that its verdict repeats.
+SUMMARIES = {"served": (0, 1, 3, 4, 5), "predictions": (0, 2, 5)}
 
 
 def main(
@@ -252,48 +168,60 @@ def main(
     seconds: Annotated[float, typer.Option(min=0.01, help="Length of one measurement.")] = 2.0,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of one operator; 0 lets the runtime choose.")] = 0,
     *,
+    networks: Annotated[Path | None, typer.Option(help="Folder with the networks of a bundle; else they are exported.")] = None,
+    files: Annotated[str, typer.Option(help="Precisions of the files that are served.")] = f"{FP32},{FP16}",
+    cases: Annotated[int | None, typer.Option(min=1, help="Most of ONNX's models of a kind in the predictions.")] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Models in a size for tests.")] = False,
 ) -> None:
     """Measure, and print each Markdown table as soon as it is complete."""
-    for given, there_are in ((only, TABLES), (models, BOUNDS_MS)):
-        if unknown := set(given.split(",")) - there_are.keys():
+    for given, there_are in ((only, tuple(TABLES)), (models, MODELS)):
+        if unknown := set(given.split(",")) - set(there_are):
             raise typer.BadParameter(f"there is no {', '.join(sorted(unknown))}; expected some of {','.join(there_are)}")
     on_gpu = device == "cuda"
     if on_gpu and not device_count():
         print("this machine has no CUDA device that could be measured; --device cpu tries the program out", file=sys.stderr)
         raise typer.Exit(2)
     placement = DevicePlacement(use_gpu=on_gpu, require_gpu=on_gpu, threads=threads)
-    plan = Plan(placement=placement, seconds=seconds, sizes=tuple(map(int, sizes.split(","))))
+    batches, precisions = tuple(map(int, sizes.split(","))), tuple(files.split(","))
+    plan = Plan(placement=placement, seconds=seconds, sizes=batches, files=precisions, cases=cases)
     print(f"{_machine(on_gpu=on_gpu)}, ONNX Runtime {ort.__version__}, {datetime.now(UTC):%Y-%m-%d}")
     with tempfile.TemporaryDirectory(prefix="halfserve-cuda-") as name:
         folder = Path(name)
-        networks = cache(partial(write_networks, folder, models.split(","), tiny=tiny))
+        written = cache(partial(_networks, networks, folder, models.split(","), tiny=tiny))
         subjects: dict[str, Callable[[], Iterable[Any]]] = {
             "predictions": lambda: KINDS,
-            "lengths": lambda: [write_minilm(folder / "repository", tiny=tiny)],
         }
-        failed = [part for part in only.split(",") if not _show(part, subjects.get(part, networks)(), plan)]
+        failed = [part for part in only.split(",") if not _show(part, subjects.get(part, written)(), plan)]
     if failed:
         raise typer.Exit(1)
+
+
+def _networks(skeletons: Path | None, folder: Path, names: list[str], *, tiny: bool) -> list[Network]:
+    if skeletons is not None:
+        return networks_of(skeletons, folder, names, tiny=tiny)
+    from benchmarks.cuda_device.exported_networks import write_networks  # noqa: PLC0415  (a bundle's networks need no torch)
+
+    return write_networks(folder, names, tiny=tiny)
 
 
 def _show(part: str, subjects: Iterable[Any], plan: Plan) -> bool:
     """Print a table as far as it can be measured; returns whether it is complete. After a failure the other tables go on."""
     headings, rows = TABLES[part]
-    if part == "options" and not plan.on_gpu:
-        return True  # these options belong to the CUDA provider
     print(f"\n| {headings} |\n|{'---|' * len(headings.split('|'))}")
-    is_whole = True
+    is_whole, summary = True, []
     for subject in subjects:
         try:
             for cells in rows(subject, plan):
                 print(f"| {' | '.join(cells)} |", flush=True)
+                summary.append(" ".join(cells[column] for column in SUMMARIES.get(part, ())))
         except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever it is, the other tables are wanted)
             is_whole = False
             print(
                 f"{part} of {getattr(subject, 'name', subject)} ended early: {type(error).__name__}: {error}", file=sys.stderr
             )
             traceback.print_exc()
+    if part in SUMMARIES:
+        print(f"\nverdict: {', '.join(summary) or 'nothing was measured'}{'' if is_whole else '; ended early'}", flush=True)
     return is_whole
 
 

@@ -140,6 +140,7 @@ def main(
                 with server_process(Path(folder), *options, placement=placement) as server:
                     came_back &= commit(fault, server)
                     sys.stderr.write(server.log_text())
+    print(f"verdict: {'each server answered again, and never wrong' if came_back else 'a server did not recover, see above'}")
     raise typer.Exit(0 if came_back else 1)
 
 

@@ -1,4 +1,4 @@
-"""Requests of mixed lengths with and without padding, for `benchmarks.cuda --only lengths` and `benchmarks.embeddings`.
+"""Requests of mixed lengths with and without padding, for `benchmarks.embeddings`.
 
 A text model's folder is served twice by one server process, once unchanged and once without `halfserve.padding`. Each is loaded
 by a closed loop of asynchronous clients over gRPC, A B A B ..., so that a drift in the machine's speed affects both. Both get

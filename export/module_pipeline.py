@@ -43,7 +43,7 @@ from halfserve.export.half_module.module_tensors import detached_copy
 from halfserve.export.half_types import FP16, Accumulators, DtypeChoice, HalfName, HalfType, TargetDevice, half_named
 from halfserve.export.onnx_fp16.graph import all_nodes
 from halfserve.export.onnx_fp16.planning.plan import KEEP
-from halfserve.export.onnx_fp16.repair.cuda_forms import bound_to_kernel
+from halfserve.export.onnx_fp16.pool_windows import bound_to_kernel
 from halfserve.export.placement.cuda_kernels import lost_on_cuda
 from halfserve.export.samples import Samples
 from halfserve.export.to_onnx.capture import FlatModel, run

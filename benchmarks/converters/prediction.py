@@ -40,10 +40,13 @@ class Device(Protocol):
         ...
 
 
-def errors_of(case: Case, converted: onnx.ModelProto, device: Device, half: HalfType = FP16) -> Errors:
-    """The simulation's and the device's errors relative to the answers of float32, over all inputs of a case."""
+def errors_of(case: Case, converted: onnx.ModelProto, device: Device, half: HalfType = FP16, *, cuda: bool = False) -> Errors:
+    """The simulation's and the device's errors relative to the answers of float32, over all inputs of a case.
+
+    `cuda`: whether what CUDA's kernels round inside is simulated too.
+    """
     reference = Session(case.model)
-    simulated = Session(round_every_node(converted, half).SerializeToString(), "ORT_DISABLE_ALL")
+    simulated = Session(round_every_node(converted, half, cuda=cuda).SerializeToString(), "ORT_DISABLE_ALL")
     predicted = found = 0.0
     with np.errstate(over="ignore"):  # inputs beyond the half type's range
         for inputs in case.inputs:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-from PIL import Image, ImageDraw, ImageFont
 
 from tests.export.conversions.runtime import Session
 
@@ -111,6 +110,8 @@ def _array(value: onnx.ValueInfoProto, shape: list[int], variant: int, rng: np.r
 
 def _page(height: int, width: int, channels: int, number: int) -> np.ndarray[Any, Any]:
     """A page of text, shape (channels, height, width), 0 is black and 1 is white."""
+    from PIL import Image, ImageDraw, ImageFont  # noqa: PLC0415  (only pages of text need it)
+
     page = Image.new("L", (width, height), 245 - 20 * number)
     draw = ImageDraw.Draw(page)
     size = max(12, min(height // 2, 36))

@@ -1,39 +1,32 @@
-"""The ways to a model: alone on prepared batches, behind the engine's queue in this process, and behind a server of its own."""
+"""The ways to a model: alone on prepared batches, and behind a server of its own.
+
+Alone on a device is a loop over one session with the server's options: inputs and outputs in locked memory, bound by IOBinding.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.cuda_device.networks import Network
 from benchmarks.harness.server_process import served
 from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime.session import SessionOpener
+from halfserve.serve.backends.onnx_runtime.session_settings import read_settings
 from halfserve.serve.backends.runtimes import probing_runtimes
-from halfserve.serve.benchmark import BenchmarkError
-from halfserve.serve.benchmark.level import Level, Load
 from halfserve.serve.benchmark.load_target import RequestSettings, SharedMemory
-from halfserve.serve.benchmark.measurement import Bench, Goal, Measurement, best_of, measure, search
+from halfserve.serve.benchmark.measurement import Bench
 from halfserve.serve.engine.backend import Backend, DevicePlacement
-from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.cuda_driver import locked_buffer
-from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.loaded_version import load_model
-from halfserve.serve.engine.repository.model_repository import find_models
-from halfserve.serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
 from halfserve.serve.engine.tensors import Array, Tensors
 
 WARM_UPS = 3  # batches alone: computes, makes the buffers of a recording and records
-WARM_UP_S = 0.5  # behind the queue
-LOWEST, HIGHEST = 0.25, 1.5  # bounds of the search, relative to the rate alone
 
 
 class Alone:
@@ -47,6 +40,7 @@ class Alone:
         Raises:
             ModelLoadError: it cannot be loaded.
         """
+        self.path, self.placement = path, placement
         self.config = ModelConfig()
         accelerator = self.config.optimization.execution_accelerators.gpu_execution_accelerator.add(name="cuda")
         accelerator.parameters.update(options or {})
@@ -66,16 +60,41 @@ class Alone:
 
     def milliseconds(self, feeds: Tensors, seconds: float) -> float:
         """Median time of a batch, including its copies to the device and back, over `seconds` of batches, in milliseconds."""
-        ready = {name: array.astype(self.backend.compute_dtype(name), copy=False) for name, array in feeds.items()}
+        run = self.batch(feeds)
         for _ in range(WARM_UPS):
-            self.backend.run(ready)
+            run()
         taken: list[int] = []
         end = time.monotonic() + seconds
         while time.monotonic() < end or not taken:
             began = time.perf_counter_ns()
-            self.backend.run(ready)
+            run()
             taken.append(time.perf_counter_ns() - began)
         return statistics.median(taken) / 1e6
+
+    def batch(self, feeds: Tensors) -> Callable[[], object]:
+        """Return what computes this batch: on a device from and into locked memory, unless graphs are recorded."""
+        ready = {name: array.astype(self.backend.compute_dtype(name), copy=False) for name, array in feeds.items()}
+        fixed = locked(ready) if self.placement.use_gpu and not self.config.optimization.cuda.graphs else None
+        if fixed is None:
+            return partial(self.backend.run, ready)
+        binding = self.session.io_binding()
+        outputs = locked(self.backend.run(fixed)) or {}
+        for name, array in outputs.items():
+            binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+
+        def run() -> object:
+            for name, array in fixed.items():
+                binding.bind_cpu_input(name, array)  # copies to the device
+            self.session.run_with_iobinding(binding)
+            return outputs
+
+        return run
+
+    @cached_property
+    def session(self) -> Any:
+        """A session of the runtime with the server's options."""
+        settings = read_settings(self.config, self.path)
+        return SessionOpener(path=self.path, placement=self.placement, settings=settings).open().session
 
 
 def locked(feeds: Tensors) -> dict[str, Array] | None:
@@ -90,71 +109,6 @@ def locked(feeds: Tensors) -> dict[str, Array] | None:
     return found
 
 
-def rows_per_second(
-    path: Path, placement: DevicePlacement, row: Tensors, *, batch_size: int, in_flight: int, seconds: float
-) -> float:
-    """Requests a second of one row that a closed loop has answered, over `seconds` after a warm-up.
-
-    Raises:
-        InferenceError: a request fails.
-    """
-    (files,) = find_models(path)
-    model = load_model(files, probing_runtimes(), placement, Defaults(max_batch_size=batch_size))
-    return asyncio.run(_ClosedLoop(model, row, seconds).run(in_flight))
-
-
-class _ClosedLoop:
-    def __init__(self, model: Model, row: Tensors, seconds: float) -> None:
-        self._core = InferenceCore([model])
-        self._model = model
-        self._inputs = _raw(row)
-        self._began = time.monotonic() + WARM_UP_S
-        self._end = self._began + seconds
-        self._answered = self._waiting = 0
-        self._failure: InferenceError | None = None
-        self._over = asyncio.Event()
-
-    async def run(self, in_flight: int) -> float:
-        for _ in range(in_flight):
-            self._send()
-        await self._over.wait()
-        self._core.retire()
-        await self._core.drain()
-        if self._failure is not None:
-            raise self._failure
-        return self._answered / (self._end - self._began)
-
-    def _send(self) -> None:
-        self._waiting += 1
-        outputs = tuple(self._model.outputs)
-        self._core.submit(self._model, InferRequest(self._inputs, outputs, 1, 1, None, self._done))
-
-    def _done(self, result: Tensors | InferenceError) -> None:
-        self._waiting -= 1
-        now = time.monotonic()
-        if isinstance(result, InferenceError):
-            self._failure = result
-        else:
-            for name in result:
-                result[name].tobytes()  # as a transport does
-            self._answered += self._began <= now < self._end
-        if now < self._end and self._failure is None:
-            self._send()
-        elif not self._waiting:
-            self._over.set()
-
-
-def _raw(row: Tensors) -> RawInputs:
-    """The inputs in the form of the wire."""
-    entries, data = [], b""
-    offsets = []
-    for name, array in row.items():
-        entries.append(RawInput(name, np.dtype(array.dtype), array.shape, array.size, array.nbytes))
-        offsets.append(len(data))
-        data += array.tobytes()
-    return RawInputs(RawLayout(tuple(entries)), data, tuple(offsets))
-
-
 def each_way(network: Network, precision: str, placement: DevicePlacement, size: int) -> Iterator[tuple[str, Bench]]:
     """Name of each way to send tensors, and a server with batches of up to `size` that gets requests of one row so."""
     where = "--require-gpu" if placement.use_gpu else "--cpu"
@@ -165,12 +119,3 @@ def each_way(network: Network, precision: str, placement: DevicePlacement, size:
         requests = RequestSettings(given=network.feeds(precision, 1), shared_memory=kind)
         with served(network.path(precision), size, placement.threads, requests, ["--shared-memory"], where) as contestant:
             yield name, contestant.bench
-
-
-def highest(bench: Bench, goal: Goal, alone: float, how: Measurement) -> Level | None:
-    """The level with the highest rate that meets a goal; None if none does. `alone` is the rows a second without a server."""
-    levels = []
-    with suppress(BenchmarkError):  # raised if the lowest rate does not meet the goal
-        for level in search([Load(rate=LOWEST * alone), Load(rate=HIGHEST * alone)], goal, partial(measure, bench, how=how)):
-            levels.append(level)  # noqa: PERF402  (as far as it comes)
-    return best_of(levels, goal)

@@ -23,7 +23,7 @@ from halfserve.export.onnx_fp16.element_types import (
 )
 from halfserve.export.onnx_fp16.graph import FreshNames, all_graphs, all_nodes, operators
 from halfserve.export.onnx_fp16.planning.decisions import NORMS, SOFTMAXES, SUMS
-from halfserve.export.onnx_fp16.repair.cuda_forms import bound_to_kernel
+from halfserve.export.onnx_fp16.pool_windows import bound_to_kernel
 from halfserve.export.onnx_fp16.repair.norms import FIRST_OPSET_WITH_LAYER_NORM
 from halfserve.export.placement.cuda_kernels import lost_on_cuda, takes_on_cuda
 

@@ -5,13 +5,16 @@ Float32 products are TF32 by default: their operands are rounded to 11 significa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from halfserve.files.onnx_tensors import all_tensors
 
 FLOAT, FLOAT16, DOUBLE, BFLOAT16 = 1, 10, 11, 16  # numbers in onnx.TensorProto.DataType
 HALVES = frozenset({FLOAT16, BFLOAT16})
 FLOATS = HALVES | {FLOAT, DOUBLE}
 CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
+STATING = frozenset({"to", "dtype", "output_dtype"})  # attributes that hold a type
 TF32 = "use_tf32"
 # Environment variables that the provider reads when it loads. 2: cuBLAS adds the parts of a half-precision product in float32,
 # where it would add those of a long sum in the half type, and float16 ends at 65,504.
@@ -27,12 +30,33 @@ def product_options(model: Any) -> dict[str, str]:
 
 
 def has_half_convolution(model: Any) -> bool:
-    """Whether a Conv or ConvTranspose of a ModelProto computes in float16 or bfloat16, or is one of unknown type.
+    """Whether a Conv or ConvTranspose of a ModelProto computes in float16 or bfloat16, or may do so.
 
-    Types come from declarations, casts and the operands before, without shape inference.
+    Types come from declarations, casts and the operands before, without shape inference; in functions they are not known.
     """
+    if not _has_halves(model):
+        return False
     functions = (node for function in model.functions for node in function.node)
     return _convolves(model.graph, {}) or any(node.op_type in CONVOLUTIONS for node in functions)
+
+
+def _has_halves(model: Any) -> bool:
+    """Whether a weight, an input, an output or a cast is in half precision, functions and bodies included."""
+    values = (*model.graph.input, *model.graph.output)
+    return (
+        any(tensor.data_type in HALVES for tensor in all_tensors(model))
+        or any(value.type.tensor_type.elem_type in HALVES for value in values)
+        or any(_casts(nodes) for nodes in (model.graph.node, *(function.node for function in model.functions)))
+    )
+
+
+def _casts(nodes: Iterable[Any]) -> bool:
+    """Whether a node states a half-precision type in an attribute."""
+    return any(
+        any(attribute.name in STATING and attribute.i in HALVES for attribute in node.attribute)
+        or any(_casts(body.node) for body in _bodies(node))
+        for node in nodes
+    )
 
 
 def _convolves(graph: Any, outer: Mapping[str, int]) -> bool:

@@ -11,7 +11,7 @@ import logging
 import mmap
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -60,6 +60,7 @@ _ARGUMENTS = {
     "cuMemGetAddressRange_v2": (ctypes.POINTER(_DEVICE_POINTER), ctypes.POINTER(ctypes.c_size_t), _DEVICE_POINTER),
     "cuMemcpyDtoH_v2": (ctypes.c_void_p, _DEVICE_POINTER, ctypes.c_size_t),
     "cuMemcpyHtoD_v2": (_DEVICE_POINTER, ctypes.c_void_p, ctypes.c_size_t),
+    "cuMemcpyDtoD_v2": (_DEVICE_POINTER, _DEVICE_POINTER, ctypes.c_size_t),
     "cuMemHostRegister_v2": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
     "cuMemHostUnregister": (ctypes.c_void_p,),
     "cuStreamSynchronize": (ctypes.c_void_p,),
@@ -185,6 +186,20 @@ class CudaDriver:
         """Copy bytes from a device to the host; see `copy_to_device`."""
         self.call_within(self._context(device_id), "cuMemcpyDtoH_v2", target, source, size)
 
+    def copy_on_device(self, target: int, pieces: Iterable[tuple[int, int]], device_id: int) -> None:
+        """Copy pieces of a device's memory one after the other to `target`, and wait for the end.
+
+        `pieces`: the address and the size in bytes of each.
+
+        Raises:
+            CudaError: see `copy_to_device`.
+        """
+        with self._within(self._context(device_id)):
+            for address, size in pieces:
+                self._call("cuMemcpyDtoD_v2", target, address, size)
+                target += size
+            self._call("cuStreamSynchronize", DEFAULT_STREAM)
+
     def set_blocking_waits(self, device_id: int, *, on: bool) -> None:
         """Set how all threads of this process wait for a device: asleep, or as the driver chooses, which may keep a core busy.
 
@@ -276,6 +291,10 @@ class SharedDeviceMemory:
         except CudaError:
             return None
         return base.value + size.value - self._pointer
+
+    def address(self, offset: int) -> int:
+        """Return the device's address of the byte at `offset`."""
+        return self._pointer + offset
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Copy bytes from `offset` on to the host.

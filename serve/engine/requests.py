@@ -111,6 +111,24 @@ Outside = tuple[Reader | Array | None, ...]
 
 
 @dataclass(frozen=True)
+class DeviceBytes:
+    """Bytes of one input in memory of a CUDA device. Calling it copies them to the host.
+
+    Attributes:
+        device_id: number of the device.
+        address: the device's address of the first byte.
+        read: copies the bytes to the host, and keeps the memory open.
+    """
+
+    device_id: int
+    address: int
+    read: Reader
+
+    def __call__(self, target: memoryview) -> None:
+        self.read(target)
+
+
+@dataclass(frozen=True)
 class RawInput:
     """Datatype, shape and size of one input's bytes.
 
@@ -204,6 +222,11 @@ class RawInputs(Mapping[str, Array]):
     def all_sent(self) -> bool:
         """Whether all bytes are in the request, and none in shared memory."""
         return self._outside is None
+
+    def device_bytes(self, name: str) -> DeviceBytes | None:
+        """Return where an input lies on a CUDA device; None for one in the host's memory."""
+        source = None if self._outside is None else self._outside[self.layout.places[name]]
+        return source if isinstance(source, DeviceBytes) else None
 
     def size(self, name: str) -> int:
         return self.layout.inputs[self.layout.places[name]].size

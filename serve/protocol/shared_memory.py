@@ -25,7 +25,7 @@ from halfserve.serve.engine.errors import (
     RegionInUseError,
     UnsupportedError,
 )
-from halfserve.serve.engine.requests import Outside, RawInput
+from halfserve.serve.engine.requests import DeviceBytes, Outside, RawInput, Reader
 from halfserve.serve.engine.resource_limits import most_regions
 from halfserve.serve.engine.tensors import Array
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX, LENGTH_PREFIX_BYTES, from_raw
@@ -215,9 +215,12 @@ class SharedMemory:
         binding.is_bound = True
         self._bindings.append(binding)
 
-    def _source(self, place: RegionSlice, entry: RawInput) -> Array | partial[None]:
+    def _source(self, place: RegionSlice, entry: RawInput) -> Array | Reader:
         """Return an input's array in a mapped region, or the function that reads its bytes."""
         region = self.check(place)
+        if isinstance(region, CudaRegion):
+            address = region.memory.address(place.offset)
+            return DeviceBytes(region.device_id, address, partial(region.read_into, place.offset))
         if region.mapping is None:
             return partial(region.read_into, place.offset)
         return np.frombuffer(region.mapping, entry.dtype, entry.elements, place.offset).reshape(entry.shape)

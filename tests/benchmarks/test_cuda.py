@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import typer
 
 from benchmarks import cuda, cuda_faults
 from benchmarks.converters.prediction import Errors
-from benchmarks.cuda_device.networks import Network
+from benchmarks.cuda_device.bundle import write_models
+from benchmarks.cuda_device.networks import Network, networks_of
+from benchmarks.cuda_device.one_architecture import MAGIC, fat_binaries, keep_one
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.errors import BackendError
 from tests.export.conversions.cases import cases
@@ -28,6 +30,8 @@ def tables(text: str) -> dict[str, list[list[str]]]:
     """The rows of each table, by the last of its headings; of several alike, by the one before it."""
     found: dict[str, list[list[str]]] = {}
     for block in text.split("\n\n")[1:]:
+        if block.startswith("verdict: "):
+            continue
         headings, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.strip().splitlines()]
         assert all(len(row) == len(headings) for row in rows)
         found[headings[-1] if headings[-1] not in found else headings[-2]] = rows
@@ -36,23 +40,19 @@ def tables(text: str) -> dict[str, list[list[str]]]:
 
 @pytest.mark.timeout(1200)
 def test_all_is_measured_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    parts = "accuracy,served,limits,lengths,alone,options,memory"
+    parts = "accuracy,served"
     cuda.main(device="cpu", models="resnet", only=parts, sizes="1", seconds=0.5, threads=1, tiny=True)
-    found = tables(capsys.readouterr().out)
-    assert found.keys() == {"nodes", "graphs' gain", "gain", "p99 ms", "of alone", "ratio (least to most)"}
+    out = capsys.readouterr().out
+    assert "verdict: resnet fp32 alone " in out
+    found = tables(out)
+    assert found.keys() == {"nodes", "p99 ms"}
     exact, half = found["nodes"]
     assert exact[:4] == ["resnet", "fp32", "fp32", "0.0e+00"]
     assert half[:3] == ["resnet", "fp16", "fp32 (the fp16 model, upcast)"]
     assert all(1e-5 < float(error) < 1e-2 for error in half[3:5]), "of the runtime, and of the simulation"
-    assert [row[1:3] for row in found["graphs' gain"]] == [["fp32", "1"], ["fp16", "1"]]
-    assert all(row[-2:] == ["-", "-"] for row in found["gain"]), "no memory is locked for the CPU"
-    ways = ["alone", "in process", "gRPC", "system memory"]
+    ways = ["alone", "gRPC", "system memory"]
     assert [row[1:4] for row in found["p99 ms"]] == [[file, "1", way] for file in ("fp32", "fp16") for way in ways]
     assert all(float(row[4]) > 0 for row in found["p99 ms"])
-    assert [row[:3] for row in found["of alone"]] == [["resnet", way, "15"] for way in ways[2:]]
-    lengths = found["ratio (least to most)"]
-    assert [row[:2] for row in lengths] == [[mix, number] for mix in cuda.MIXES for number in ("16", "64")]
-    assert all(float(row[2]) > 0 for row in lengths)
 
 
 def test_predictions_are_compared_with_what_was_found() -> None:
@@ -75,13 +75,67 @@ def test_a_server_answers_again_after_each_fault(capsys: pytest.CaptureFixture[s
     assert out.count("out of memory: RESOURCE_EXHAUSTED") == out.count("device lost: INTERNAL") == 2
 
 
-def test_the_script_goes_on_after_a_step_that_fails(tmp_path: Path) -> None:
-    script = Path(cuda.__file__).with_name("gpu.sh")
-    ran = subprocess.run([script, tmp_path, "nothing", "nor this"], capture_output=True, text=True, timeout=500, check=False)
-    assert (ran.returncode, ran.stderr) == (1, "failed: nothing nor this\n")
-    assert (tmp_path / "nor this.txt").read_text() == "there is no step nor this\n"
+@pytest.mark.timeout(900)
+def test_the_steps_end_with_their_verdicts(tmp_path: Path) -> None:
+    device = tmp_path / "device"
+    device.mkdir()
+    make_device(device)
+    steps, script = ["doctor", "kernels", "nothing", "rounding"], Path(cuda.__file__).with_name("gpu.sh")
+    paths = {"LD_LIBRARY_PATH": str(device), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = {**os.environ, **paths, "SLOWER": "20"}
+    ran = subprocess.run([script, tmp_path, *steps], env=environment, capture_output=True, text=True, timeout=800, check=False)
+    assert ran.returncode == 1, "one step failed"
+    verdicts = ran.stdout.splitlines()[-4:]
+    assert [line.partition(",")[0] for line in verdicts] == steps
+    assert verdicts[0].endswith(": Serving works here, on 1 CUDA device(s) and the CPU.")
+    assert "MatMul WRONG" in verdicts[1], "kernels of the emulated device do nothing"
+    assert verdicts[2].endswith(" (exit status 2): there is no step nothing")
+    assert "use_tf32=0" in (tmp_path / "rounding.txt").read_text()
+    assert (tmp_path / "verdicts.txt").read_text().splitlines() == verdicts
+    environment["LIMIT_S"] = "0"
+    late = subprocess.run(
+        [script, tmp_path, "doctor"], env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert (late.returncode, late.stdout.splitlines()[-1]) == (1, "doctor, 0 s (exit status 124): no time was left")
     without = subprocess.run([script], capture_output=True, text=True, timeout=500, check=False)
     assert (without.returncode, without.stderr.count("\n")) == (2, 1)
+
+
+def test_networks_travel_without_their_weights(tmp_path: Path) -> None:
+    write_models(tmp_path / "models", tiny=True)
+    device, whole = tmp_path / "device", tmp_path / "whole"
+    device.mkdir()
+    whole.mkdir()
+    make_device(device)
+    networks_of(tmp_path / "models", whole, ["resnet"], tiny=True)
+    for path in whole.iterdir():
+        assert path.stat().st_size > 2 * (tmp_path / "models" / path.name).stat().st_size
+    for check, words in (("placement", "CPUExecutionProvider=1"), ("shapes", "use_tf32=0 ")):
+        command = [sys.executable, "-m", "benchmarks.cuda_device.checks", check, "--models", str(tmp_path / "models"), "--tiny"]
+        environment = {**os.environ, "LD_LIBRARY_PATH": str(device)}
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+        assert ran.returncode == 0, ran.stderr
+        assert words in ran.stdout.splitlines()[-1]
+
+
+def test_a_provider_keeps_the_code_of_one_architecture() -> None:
+    def entry(architecture: int, code: bytes) -> bytes:
+        head = struct.pack("<HHIQ", 2, 257, 64, len(code)).ljust(28, b"\0") + struct.pack("<I", architecture)
+        return head.ljust(64, b"\0") + code
+
+    def binary(*entries: bytes) -> bytes:
+        return struct.pack("<IHHQ", MAGIC, 1, 16, sum(map(len, entries))) + b"".join(entries)
+
+    both = binary(entry(80, b"eighty"), entry(90, b"ninety"))
+    alone = binary(entry(90, b"only for ninety"))
+    program = bytearray(b"before" + both + b"between" + alone + b"after" + MAGIC.to_bytes(4, "little"))
+    length = len(program)
+    assert keep_one(program) == 1
+    assert (len(program), program.count(b"eighty"), program.count(b"only for ninety")) == (length, 0, 0)
+    assert program.count(entry(90, b"ninety")) == 2, "what is for sm_90 alone becomes the smallest code"
+    assert [len(each.entries) for each in fat_binaries(program)] == [2, 1]
+    with pytest.raises(ValueError, match="no code for sm_70"):
+        keep_one(program, 70)
 
 
 def test_without_a_device_it_says_so_and_measures_nothing(
@@ -109,27 +163,10 @@ def test_what_fails_costs_no_other_table(capsys: pytest.CaptureFixture[str], mon
 
     monkeypatch.setitem(cuda.TABLES, "accuracy", ("model | file", broken))
     with pytest.raises(typer.Exit) as ended:
-        cuda.main(device="cpu", models="resnet", only="accuracy,alone", sizes="1", seconds=0.01, threads=1, tiny=True)
+        cuda.main(device="cpu", models="resnet", only="accuracy,served", sizes="1", seconds=0.01, threads=1, tiny=True)
     assert ended.value.exit_code == 1
     out, err = capsys.readouterr()
     found = tables(out)
     assert found["file"] == [["resnet", "fp32"]], "what was measured before stays"
-    assert len(found["graphs' gain"]) == 2
+    assert len(found["p99 ms"]) == 6
     assert err.startswith("accuracy of resnet ended early: BackendError: out of memory\n")
-
-
-def test_every_option_is_tried_on_a_device(tmp_path: Path) -> None:
-    if torch.version.cuda:
-        pytest.skip("this torch brings the real CUDA runtime along, which hides the emulated one")
-    make_device(tmp_path)
-    flags = ["--tiny", "--models", "bert", "--only", "options,memory", "--sizes", "2", "--seconds", "0.01"]
-    command = [sys.executable, "-m", "benchmarks.cuda", *flags]
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert ran.returncode == 0, ran.stderr
-    found = tables(ran.stdout)
-    tried = found["error of the default"]
-    assert [row[2] for row in tried] == [f"{key}={text}" for key, text in cuda.OPTIONS] * 2
-    # With prefer_nhwc the provider computes shapes on the device too, whose kernels do nothing here.
-    assert {row[2] for row in tried if row[3] == "-"} <= {"prefer_nhwc=1"}, "the provider knows all of them"
-    assert all(float(row[-1]) > 0 for row in found["gain"])

@@ -16,7 +16,7 @@ import typer
 from safetensors.torch import save
 
 import benchmarks
-from benchmarks import checkpoints, convert, object_storage, processes, real_models
+from benchmarks import checkpoints, convert, object_storage, processes, real_models, staged_batches
 from benchmarks.converters.packaged_networks import speech_detector
 from benchmarks.converters.speed_models import convolutions
 from benchmarks.mixed_lengths import compared, lengths_of
@@ -164,3 +164,10 @@ def test_the_step_is_measured_beside_a_backend_that_does_nothing() -> None:
     command = [sys.executable, "-m", "benchmarks.python_step", "--elements", "4", "--count", "20", "--rounds", "2"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
     assert re.search(r"16 bytes, median: nothing \d+ us, process \d+ us; a step costs -?\d+ us more", shown)
+
+
+def test_staged_batches_are_measured_without_and_with_clients(capsys: pytest.CaptureFixture[str]) -> None:
+    staged_batches.main(row_bytes=2**18, rows=8, compute_ms=2, in_flight=32, seconds=0.5, rounds=1, processes=1)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:12].strip() for line in lines] == ["bare loop", "engine alone", "over gRPC"]
+    assert all(float(line[12:].split()[0]) > 0 for line in lines)

@@ -30,7 +30,7 @@ from halfserve.export.onnx_fp16.planning.long_sums import keep_long_sums
 from halfserve.export.onnx_fp16.planning.plan import KEEP, CastingPlan
 from halfserve.export.onnx_fp16.planning.quantization import between_reason, nodes_between, quantized_gaps
 from halfserve.export.onnx_fp16.planning.weights import weight_of
-from halfserve.export.onnx_fp16.repair.cuda_forms import bound_to_kernel
+from halfserve.export.onnx_fp16.pool_windows import bound_to_kernel
 from halfserve.export.placement.cuda_kernels import TypedOperator, cuda_kernels, lost_on_cuda
 
 _TABLES = "ai.onnx.ml"

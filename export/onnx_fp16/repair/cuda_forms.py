@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir
 
 from halfserve.export.onnx_fp16.conversion_report import Repair
 from halfserve.export.onnx_fp16.graph import all_nodes, is_float
+from halfserve.export.onnx_fp16.pool_windows import PoolWindow, pool_windows
 from halfserve.export.onnx_fp16.repair.edits import (
     NodeBuilder,
     RepairPass,
@@ -24,68 +24,6 @@ from halfserve.export.onnx_fp16.repair.edits import (
 FIRST_OPSET_WITHOUT_MAX_POOL = 22
 FIRST_OPSET_WITH_BFLOAT16_MAX = 13
 _END = np.iinfo(np.int64).max
-_BATCH_AND_CHANNELS = 2  # axes before those that a pool reduces
-
-
-@dataclass(frozen=True)
-class _Window:
-    """A pool's window along one axis: size, distance between windows, distance inside, and elements to add at both ends."""
-
-    axis: int
-    size: int
-    stride: int
-    dilation: int
-    before: int
-    behind: int
-
-    @property
-    def reach(self) -> int:
-        """Distance between a window's first and last element."""
-        return (self.size - 1) * self.dilation
-
-    @property
-    def holds_an_end(self) -> bool:
-        """Whether every window that reaches over an end of the axis holds the last element before it."""
-        return self.behind <= self.reach and (self.dilation == 1 or not (self.before or self.behind))
-
-
-def has_form_for_cuda(node: onnx_ir.Node) -> bool:
-    """Whether a repair writes an operator without a kernel at a later opset by others."""
-    return _windows(node) is not None
-
-
-def bound_to_kernel(nodes: Iterable[onnx_ir.Node], *, repair: bool) -> set[str]:
-    """ONNX's own operators that a later opset without a kernel for them leaves to the CPU, with or without repairs."""
-    return {node.op_type for node in nodes if not node.domain and not (repair and has_form_for_cuda(node))}
-
-
-def _windows(node: onnx_ir.Node) -> list[_Window] | None:
-    """The windows of a MaxPool that slices can express; None for any other node.
-
-    Padding is negative infinity. The element at the end of the axis does as well, if it is in every window that holds padding.
-    """
-    if not is_op(node, "MaxPool") or is_kept(node) or any(output.name for output in node.outputs[1:]):
-        return None
-    sizes = node.attributes.get_ints("kernel_shape", ())
-    ones, zeros = [1] * len(sizes), [0] * 2 * len(sizes)
-    strides, dilations = node.attributes.get_ints("strides", ones), node.attributes.get_ints("dilations", ones)
-    pads = node.attributes.get_ints("pads", zeros)
-    way = node.attributes.get_string("auto_pad", "NOTSET")
-    rounds_up = node.attributes.get_int("ceil_mode", 0) == 1
-    if way != "NOTSET" and (way != "VALID" or rounds_up):
-        return None
-    windows = [
-        _Window(
-            axis=_BATCH_AND_CHANNELS + at,
-            size=size,
-            stride=strides[at],
-            dilation=dilations[at],
-            before=pads[at] if way == "NOTSET" else 0,
-            behind=(pads[len(sizes) + at] if way == "NOTSET" else 0) + (strides[at] - 1 if rounds_up else 0),
-        )
-        for at, size in enumerate(sizes)
-    ]
-    return windows if windows and all(window.holds_an_end for window in windows) else None
 
 
 def spell_out_max_pools(model: onnx_ir.Model) -> list[Repair]:
@@ -93,7 +31,7 @@ def spell_out_max_pools(model: onnx_ir.Model) -> list[Repair]:
     slicer, repairs = _Slicer(NodeBuilder(model)), list[Repair]()
     for node in list(_left(model)):
         value = node.inputs[0]
-        for window in _windows(node) or ():
+        for window in pool_windows(node) or ():
             value = slicer.largest(node, value, window)
         if value is None:
             raise ValueError(node.name)
@@ -106,7 +44,7 @@ def spell_out_max_pools(model: onnx_ir.Model) -> list[Repair]:
 
 def _left(model: onnx_ir.Model) -> Iterator[onnx_ir.Node]:
     if opset_of(model) >= FIRST_OPSET_WITHOUT_MAX_POOL:
-        yield from (node for node in all_nodes(model) if has_form_for_cuda(node) and is_float(node.inputs[0]))
+        yield from (node for node in all_nodes(model) if pool_windows(node) and is_float(node.inputs[0]) and not is_kept(node))
 
 
 class _Slicer:
@@ -116,7 +54,7 @@ class _Slicer:
         self._builder = builder
         self._bounds: dict[int, onnx_ir.Value] = {}
 
-    def largest(self, node: onnx_ir.Node, value: onnx_ir.Value | None, window: _Window) -> onnx_ir.Value:
+    def largest(self, node: onnx_ir.Node, value: onnx_ir.Value | None, window: PoolWindow) -> onnx_ir.Value:
         """The largest element of each window along one axis."""
         if window.before or window.behind:
             first = self._slice(node, value, window.axis, 0, 1, 1)

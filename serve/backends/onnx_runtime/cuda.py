@@ -25,9 +25,11 @@ import numpy as np
 import onnxruntime as ort
 
 from halfserve.nvidia_libraries import why_no_cudnn
+from halfserve.serve.backends.onnx_runtime.device_feeds import Feed, run_session
 from halfserve.serve.engine.cuda_driver import CudaDriver, CudaError, cuda_driver
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.execution.assembly import lock_buffers
+from halfserve.serve.engine.execution.device_inputs import DeviceRows
 from halfserve.serve.engine.tensors import Array
 
 logger = logging.getLogger(__name__)
@@ -217,7 +219,7 @@ class GraphReplays:
         """Whether the latest recording of some shapes failed."""
         return bool(self._waits)
 
-    def run(self, feeds: Mapping[str, Array]) -> Sequence[Array]:
+    def run(self, feeds: Mapping[str, Feed]) -> Sequence[Array]:
         """Compute every output, from inputs by the session's names, in its dtypes.
 
         Returns host arrays in the session's order, owned by the caller. Raises any exception of the runtime.
@@ -245,12 +247,11 @@ class GraphReplays:
                     return outputs
         return self._computed(feeds)
 
-    def _computed(self, feeds: Mapping[str, Array]) -> list[Array]:
+    def _computed(self, feeds: Mapping[str, Feed]) -> list[Array]:
         """Compute without recording."""
-        outputs: Any = self._session.run(self._wanted, dict(feeds), _run_options(NO_GRAPH))
-        return list(outputs)
+        return run_session(self._session, self._wanted, feeds, _run_options(NO_GRAPH))
 
-    def _prepare(self, shapes: Shapes, feeds: Mapping[str, Array], outputs: Sequence[Array]) -> None:
+    def _prepare(self, shapes: Shapes, feeds: Mapping[str, Feed], outputs: Sequence[Array]) -> None:
         """Allocate buffers of these shapes; the next run with them records."""
         try:
             given = {name: self._buffer(array) for name, array in feeds.items()}
@@ -274,7 +275,7 @@ class GraphReplays:
             *(reason_of(error), wait.left),
         )
 
-    def _buffer(self, array: Array) -> ort.OrtValue:
+    def _buffer(self, array: Feed) -> ort.OrtValue:
         return ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), array.dtype, *self._place)
 
 
@@ -361,10 +362,13 @@ class _Recording:
         """Whether this thread has recorded a run: the runtime keeps graphs by thread, and models are loaded on another one."""
         return self._thread == threading.get_ident()
 
-    def run(self, session: ort.InferenceSession, feeds: Mapping[str, Array]) -> list[Array]:
+    def run(self, session: ort.InferenceSession, feeds: Mapping[str, Feed]) -> list[Array]:
         """Record the first run, and replay it later on the same thread."""
-        for name, array in feeds.items():
-            self._copies.write(self._given[name], np.ascontiguousarray(array))
+        for name, feed in feeds.items():
+            if isinstance(feed, DeviceRows):
+                feed.copy_to(self._given[name].data_ptr())
+            else:
+                self._copies.write(self._given[name], np.ascontiguousarray(feed))
         session.run_with_iobinding(self._binding, self._options)
         self._thread = threading.get_ident()
         return [self._copies.read(value, dtype) for value, dtype in self._wanted]

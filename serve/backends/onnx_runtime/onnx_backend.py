@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import onnxruntime as ort
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe
 from halfserve.serve.backends.onnx_runtime.cuda import DeviceSession, GraphReplays, copies_of, reason_of, wait_asleep
+from halfserve.serve.backends.onnx_runtime.device_feeds import Feed, run_session
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.onnx_runtime.onnx_interface import read_interface
 from halfserve.serve.backends.onnx_runtime.request_errors import RequestErrors, free_sizes, index_ranges
@@ -36,6 +38,7 @@ from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
 from halfserve.serve.engine.config.batching import declared_padded_rows, few_sizes
 from halfserve.serve.engine.config.parameters import PADDED_ROWS
 from halfserve.serve.engine.errors import BackendError, InstanceLostError, InvalidArgumentError
+from halfserve.serve.engine.execution.device_inputs import DeviceInputs, DeviceReadError
 from halfserve.serve.engine.tensors import Array, Tensors
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
@@ -166,21 +169,31 @@ class OnnxRuntimeBackend:
             BackendError: the runtime refused these inputs for another reason; its cause is an InstanceLostError where the
                 device is lost.
         """
+        names = self._given_names
+        if isinstance(inputs, DeviceInputs):
+            if self._device_session is not None and not self._errors.checks_first:
+                with suppress(DeviceReadError):  # the copy to the host shows which request is at fault
+                    return self._computed(inputs, {names[name]: rows for name, rows in inputs.rows.items()})
+            inputs = dict(inputs)  # copied once, so that what is checked is what is computed
         if self._errors.checks_first:
             self._errors.check(inputs)
-        names = self._given_names
-        feeds = {names[name]: array for name, array in inputs.items()}
+        feeds: dict[str, Feed] = {names[name]: array for name, array in inputs.items()}
         for name in self._texts:
             feeds[names[name]] = _as_text(name, inputs[name])
+        return self._computed(inputs, feeds)
+
+    def _computed(self, inputs: Tensors, feeds: Mapping[str, Feed]) -> Tensors:
         if self._device_session is not None:
             self._device_session.enter()
         arrays: Any
         try:
             if self._replays is None:
                 session = self._by_rows.get(len(next(iter(feeds.values()))), self._session) if self._by_rows else self._session
-                arrays = session.run(self._wanted_names, feeds, self._run_options)
+                arrays = run_session(session, self._wanted_names, feeds, self._run_options)
             else:
                 arrays = self._replays.run(feeds)
+        except DeviceReadError:
+            raise
         except Exception as error:
             # The runtime's exceptions have no common base class.
             reason = reason_of(error)

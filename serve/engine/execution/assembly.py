@@ -12,6 +12,7 @@ import numpy as np
 
 from halfserve.serve.engine.backend import Backend
 from halfserve.serve.engine.cuda_driver import Buffer, batch_buffer
+from halfserve.serve.engine.execution.device_inputs import DeviceInputs, DeviceRows
 from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.padding.ragged import Ragged
 from halfserve.serve.engine.queueing.pace import padded_rows
@@ -61,6 +62,9 @@ def gather(
         rows = padded_rows(rows, padded_sizes)
     length = 0 if padding is None else padding.common_length(requests)
     inputs: Tensors
+    on_device = None if length else device_inputs(backend, requests, rows)
+    if on_device is not None:
+        return GatheredBatch(on_device, rows, length, started)
     if padding is None or not length:
         inputs = {name: assemble(requests, name, backend.compute_dtype(name), rows) for name in requests[0].inputs}
     else:
@@ -68,6 +72,41 @@ def gather(
     if padded_sizes:
         inputs = {name: pad_rows(array, rows) for name, array in inputs.items()}
     return GatheredBatch(inputs, rows, length, started)
+
+
+def device_inputs(backend: Backend, requests: list[InferRequest], rows: int) -> DeviceInputs | None:
+    """Return the inputs of requests of one bucket, padded to `rows` rows; None unless all of them lie on the backend's device.
+
+    The device of the backend is known once it has computed on this thread, or for these buffers.
+    """
+    device_id, first = _buffers().device_id, requests[0].inputs
+    if device_id is None or type(first) is not RawInputs or first.all_sent:
+        return None
+    found: dict[str, DeviceRows] = {}
+    for entry in first.layout.inputs:
+        pieces: list[tuple[int, int]] = []
+        count = 0
+        for request in requests:
+            given = request.inputs
+            place = given.device_bytes(entry.name) if type(given) is RawInputs else None
+            if type(given) is not RawInputs or place is None or place.device_id != device_id:
+                return None
+            pieces.append((place.address, given.size(entry.name)))
+            count += request.rows
+        if entry.dtype != backend.compute_dtype(entry.name) or not entry.size:
+            return None
+        shape = entry.shape if len(requests) == 1 else (count, *entry.shape[1:])
+        if rows > count:
+            address, size = pieces[-1]
+            row_bytes = entry.size // requests[0].rows
+            pieces += [(address + size - row_bytes, row_bytes)] * (rows - count)
+            shape = (rows, *entry.shape[1:])
+        found[entry.name] = DeviceRows(shape, entry.dtype, device_id, pieces)
+
+    def copy(name: str) -> Array:
+        return pad_rows(assemble(requests, name, backend.compute_dtype(name), rows), rows)
+
+    return DeviceInputs(found, copy)
 
 
 def _ragged_inputs(backend: Backend, requests: list[InferRequest], ragged: Ragged) -> Tensors:

@@ -11,7 +11,7 @@ import numpy as np
 
 from halfserve.serve.engine.backend import Backend
 from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, is_device_lost
-from halfserve.serve.engine.execution.assembly import SCRATCH_BYTES, GatheredBatch, assemble, gather
+from halfserve.serve.engine.execution.assembly import SCRATCH_BYTES, GatheredBatch, assemble, device_inputs, gather
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance, dependent_output
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
 from halfserve.serve.engine.model_statistics import BatchTimes
@@ -190,6 +190,9 @@ def _inputs_of_one(backend: Backend, request: InferRequest) -> Tensors:
     given = request.inputs
     views = given.small_arrays(SCRATCH_BYTES) if type(given) is RawInputs else None
     if views is None:
+        on_device = device_inputs(backend, [request], request.rows)
+        if on_device is not None:
+            return on_device
         return {name: assemble([request], name, backend.compute_dtype(name), request.rows) for name in given}
     for name, view in views.items():
         dtype, is_aligned = backend.compute_dtype(name), view.flags.aligned

@@ -205,6 +205,7 @@ class Instance:
 
         For the loader's thread, before the first batch: runtimes keep handles and recordings of a device by thread.
         """
+        self._worker.call(use_buffers, self._staging.buffers[0])  # which are locked for the device from the first batch on
         self._worker.call(settled, self._copy.backend)
 
     def next_try_s(self) -> float:

@@ -176,6 +176,13 @@ int cuMemcpyHtoD_v2(uint64_t target, const void *source, size_t size) {
     return copy(target, (void *)target, source, size, TO_DEVICE, "cuMemcpyHtoD");
 }
 
+int cuMemcpyDtoD_v2(uint64_t target, uint64_t source, size_t size) {
+    int code = waits("cuMemcpyDtoD");
+    if (code || !block_at(source, size)) return code ? code : INVALID_VALUE;
+    emulated_say_on(emulated_current(), "copy of %zu bytes on the device", size);
+    return memcpy((void *)target, (void *)source, size), OK;
+}
+
 int cuStreamSynchronize(void *stream) { return stream ? INVALID_CONTEXT : waits("cuStreamSynchronize"); }
 
 int cuThreadExchangeStreamCaptureMode(int *mode) {

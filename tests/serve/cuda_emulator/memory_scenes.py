@@ -16,14 +16,20 @@ import pytest
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntimeBackend
-from halfserve.serve.engine.backend import BackendView, DevicePlacement
-from halfserve.serve.engine.execution.assembly import assemble
-from halfserve.serve.engine.execution.batch import Answered, run_batch
+from halfserve.serve.engine.backend import Backend, BackendView, DevicePlacement
+from halfserve.serve.engine.cuda_driver import DRIVER_NAMES, cuda_driver
+from halfserve.serve.engine.errors import InvalidArgumentError
+from halfserve.serve.engine.execution.assembly import assemble, device_inputs
+from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
 from halfserve.serve.engine.execution.instance import Instance, Results, Supervision
-from halfserve.serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
+from halfserve.serve.engine.execution.memory_limit import MemoryLimit
+from halfserve.serve.engine.requests import DeviceBytes, InferRequest, RawInput, RawInputs, RawLayout
 from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.protocol.shared_memory import RegionBinding, RegionSlice, SharedMemory
+from halfserve.serve.protocol.shared_memory_regions import CudaRegion
 from tests.serve.backends.support import load_backend
 from tests.serve.cuda_emulator.copying_model import COLUMNS, load, log, rows, save, with_graphs
+from tests.serve.cuda_emulator.owner import owner
 
 
 def requests(count: int, each: int) -> list[InferRequest]:
@@ -73,6 +79,9 @@ class Held(BackendView):
 def test_staged_batches_are_copied_from_locked_memory(tmp_path: Path, device: ctypes.CDLL) -> None:
     before, each = device.emulated_locked_bytes(), 2**15
 
+    def one_row(backend: Backend) -> None:
+        backend.run(rows(1))
+
     async def computed(instance: Instance, held: Held) -> list[Results]:
         """The results of a batch, and of the next one, which is staged."""
         held.entered.clear()
@@ -90,6 +99,9 @@ def test_staged_batches_are_copied_from_locked_memory(tmp_path: Path, device: ct
     async def main() -> None:
         held = Held(load(tmp_path / "m.onnx"))
         instance = Instance(held, 0, Supervision(label="m/1"))
+        held.release.set()
+        instance.settle(one_row)  # as the loader does, which shows where it runs
+        log(device)
         for _ in range(3):
             for (answered,) in await computed(instance, held):
                 assert isinstance(answered, Answered), answered
@@ -105,7 +117,7 @@ def test_staged_batches_are_copied_from_locked_memory(tmp_path: Path, device: ct
     gc.collect()
     assert device.emulated_locked_bytes() == before
     copies = [line.rsplit(", ")[-1] for line in log(device) if " to the device" in line]
-    assert copies[2:] == ["locked"] * 4, "the first two batches show where they run"
+    assert copies == ["locked"] * 6
 
 
 def test_memory_that_cannot_be_locked_is_used_all_the_same(
@@ -131,3 +143,109 @@ def test_nothing_is_locked_for_the_cpu(tmp_path: Path, device: ctypes.CDLL) -> N
         worker.submit(assemble, requests(2, 4096), "x", np.dtype(np.float32)).result()
         assert device.emulated_locked_bytes() == before
     assert not log(device)
+
+
+class Exported:
+    """Tensors that clients have exported: they lie on the device.
+
+    Attributes:
+        reads: how many bytes were copied to the host, by each copy.
+    """
+
+    def __init__(self, count: int, each: int) -> None:
+        """Of `count` requests with `each` rows."""
+        self.reads: list[int] = []
+        driver = cuda_driver()
+        assert driver is not None
+        self._memory, _ = driver.allocate_shared(4 + count * each * COLUMNS * 4, 0)
+        self._each = each
+        for number in range(count):
+            self._memory.write(self._offset(number), rows(each, number * each * COLUMNS)["x"].tobytes())
+
+    def _offset(self, number: int) -> int:
+        return 4 + number * self._each * COLUMNS * 4
+
+    def request(self, number: int, *, is_there: bool = True) -> InferRequest:
+        def read(target: memoryview) -> None:
+            if not is_there:
+                raise InvalidArgumentError("the region cannot be reached")
+            self.reads.append(len(target))
+            self._memory.read_into(self._offset(number), target)
+
+        each = self._each
+        entry = RawInput("x", np.dtype(np.float32), (each, COLUMNS), each * COLUMNS, 4 * each * COLUMNS)
+        place = DeviceBytes(0, self._memory.address(self._offset(number)) if is_there else 8, read)
+        return InferRequest(
+            RawInputs(RawLayout((entry,)), b"", (0,), (place,)), ("y",), each, 1, None, lambda _: None, size=entry.size
+        )
+
+
+@pytest.mark.parametrize("config", [ModelConfig(), with_graphs()], ids=["plain", "graphs"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_inputs_on_the_device_stay_there(tmp_path: Path, device: ctypes.CDLL, config: ModelConfig, count: int) -> None:
+    backend, each = load(tmp_path / "m.onnx", config), 5
+    exported = Exported(count, each)
+
+    def answered() -> list[float]:
+        (result,) = run_batch(backend, [exported.request(number) for number in range(count)], padded_sizes=[each, 4 * each])
+        assert isinstance(result, Answered), result
+        return [number for answer in result.answers for number in answer["y"].ravel().tolist()]
+
+    answered()  # shows where it runs
+    exported.reads.clear()
+    log(device)
+    for _ in range(3):
+        assert answered() == list(range(count * each * COLUMNS))
+    assert exported.reads == [], "nothing is copied to the host"
+    copies = [line for line in log(device) if "copy of" in line and "from the device" not in line]
+    row_bytes, added = COLUMNS * 4, 0 if count == 1 else (4 - count) * each
+    sizes = 3 * (count * [each * row_bytes] + added * [row_bytes])
+    assert copies == [f"copy of {size} bytes on the device" for size in sizes], "nothing is copied to the device"
+
+
+def test_memory_on_the_device_that_is_gone_fails_its_request_alone(tmp_path: Path, device: ctypes.CDLL) -> None:
+    backend, exported = load(tmp_path / "m.onnx"), Exported(3, 2)
+    run_batch(backend, [exported.request(0)])  # shows where it runs
+    first, gone, last = run_batch(backend, [exported.request(number, is_there=number != 1) for number in range(3)])
+    assert isinstance(first, Answered)
+    assert isinstance(last, Answered)
+    assert isinstance(gone, Failed)
+    assert str(gone.error) == "the region cannot be reached"
+    assert backend.run({"x": np.zeros((1, COLUMNS), np.float32)})["y"].tolist() == [[[0, 0], [0, 0]]]
+
+
+def test_inputs_on_the_device_are_copied_to_the_host_for_what_reads_them(tmp_path: Path, device: ctypes.CDLL) -> None:
+    backend, exported = load(tmp_path / "m.onnx"), Exported(2, 2)
+    several = [exported.request(number) for number in range(2)]
+    run_batch(backend, several)
+    inputs = device_inputs(backend, several, 5)
+    assert inputs is not None
+    reads = len(exported.reads)
+    expected = [*range(4 * COLUMNS), *range(3 * COLUMNS, 4 * COLUMNS)]
+    assert [inputs["x"].ravel().tolist(), inputs["x"].ravel().tolist()] == [expected, expected]
+    assert len(exported.reads) == reads + 2
+    small = MemoryLimit("m/1")
+    small.rows = 2
+    outputs = small.run(backend, inputs, 5)
+    assert outputs["y"].ravel().tolist() == expected
+
+
+def test_a_registered_region_is_read_on_its_device(tmp_path: Path, device: ctypes.CDLL) -> None:
+    backend, each = load(tmp_path / "m.onnx"), 3
+    run_batch(backend, requests(1, each))  # shows where it runs
+    size = each * COLUMNS * 4
+    with owner(DRIVER_NAMES[0], 4 + size) as client:
+        client.write(4, rows(each)["x"].tobytes())
+        memory, binding = SharedMemory(enabled=True), RegionBinding()
+        memory.register_cuda("r", client.handle, 0, 4 + size)
+        place = RegionSlice(region="r", offset=4, byte_size=size)
+        entry = RawInput("x", np.dtype(np.float32), (each, COLUMNS), each * COLUMNS, size)
+        memory.bind(binding, [place], [entry], [place])
+        inputs = RawInputs(RawLayout((entry,)), b"", (0,), binding.outside)
+        log(device)
+        (result,) = run_batch(backend, [InferRequest(inputs, ("y",), each, 1, None, lambda _: None)])
+        assert isinstance(result, Answered)
+        assert result.answers[0]["y"].ravel().tolist() == list(range(each * COLUMNS))
+        assert f"copy of {size} bytes on the device" in log(device)
+        binding.release()
+        memory.unregister("r", CudaRegion)

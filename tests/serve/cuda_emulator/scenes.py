@@ -8,6 +8,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -320,7 +321,7 @@ PRODUCTS = {
 
 def product(path: Path, name: str, config: ModelConfig | None = None) -> OnnxRuntimeBackend:
     text, shape, _, _ = PRODUCTS[name]
-    weights = {"w": np.ones(shape, np.float32)} if "w)" in text else {"h": np.ones(shape, np.float16)}
+    weights: dict[str, Any] = {"w": np.ones(shape, np.float32)} if "w)" in text else {"h": np.ones(shape, np.float16)}
     onnx.save(parse(f"g ({text}", opset=17, ir=8, **weights), path)
     return load_backend(path, DevicePlacement(), config)
 

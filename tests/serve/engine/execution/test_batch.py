@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 
 from halfserve.serve.engine.backend import Outcome, RequestBackend
 from halfserve.serve.engine.errors import BackendError, InstanceLostError, InvalidArgumentError, OutOfMemoryError
-from halfserve.serve.engine.execution.assembly import SCRATCH_BYTES, assemble, pad_rows
+from halfserve.serve.engine.execution.assembly import (
+    SCRATCH_BYTES,
+    BatchBuffers,
+    assemble,
+    device_inputs,
+    lock_buffers,
+    pad_rows,
+    use_buffers,
+)
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.request_batch import run_requests
@@ -23,6 +31,7 @@ from halfserve.serve.engine.requests import (
     CUT_BYTES,
     Answer,
     BatchOutputs,
+    DeviceBytes,
     InferRequest,
     LateArray,
     LateInputs,
@@ -262,6 +271,39 @@ def test_a_large_batch_is_padded_in_place(count: int) -> None:
 def test_one_aligned_request_is_not_copied() -> None:
     inputs = raw(np.ones((1, SCRATCH_BYTES), np.float16), before=4)
     assert np.shares_memory(assemble([request(inputs, 1)], "x", np.dtype(np.float16)), inputs["x"])
+
+
+def on_device(number: int, dtype: type[np.generic] = np.float32, rows: int = 1) -> InferRequest:
+    """With rows of 4 numbers on a CUDA device."""
+    entry = RawInput("x", np.dtype(dtype), (rows, 4), 4 * rows, 4 * rows * np.dtype(dtype).itemsize)
+    place = DeviceBytes(number, 0x1000, lambda target: None)
+    return request(RawInputs(RawLayout((entry,)), b"", (0,), (place,)), rows)
+
+
+@pytest.mark.parametrize(
+    ("requests", "expected"),
+    [
+        ([on_device(1), on_device(1, rows=2)], ((5, 4), [(0x1000, 16), (0x1000, 32), (0x1010, 16), (0x1010, 16)])),
+        ([on_device(1), on_device(0)], None),
+        ([on_device(0)], None),
+        ([on_device(1), request(raw(np.ones((1, 4), np.float32)), 1)], None),
+        ([on_device(1), request(arrays(np.ones((1, 4), np.float32)), 1)], None),
+        ([on_device(1, np.float16)], None),
+    ],
+    ids=["all there", "another device too", "another device", "bytes of a message", "an array", "another datatype"],
+)
+def test_only_batches_that_lie_on_the_device_as_a_whole_are_joined_there(
+    requests: list[InferRequest], expected: tuple[tuple[int, ...], list[tuple[int, int]]] | None
+) -> None:
+    def found() -> tuple[tuple[int, ...], list[tuple[int, int]]] | None:
+        use_buffers(BatchBuffers())
+        assert device_inputs(Doubling(), requests, 5) is None, "the device is not known before the first batch"
+        lock_buffers(1)
+        inputs = device_inputs(Doubling(), requests, 5)
+        return None if inputs is None else (inputs.rows["x"].shape, list(inputs.rows["x"].pieces))
+
+    with ThreadPoolExecutor(1) as pool:  # a thread's buffers are its own
+        assert pool.submit(found).result() == expected
 
 
 def test_rows_without_elements_are_rows() -> None:
