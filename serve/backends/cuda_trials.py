@@ -33,8 +33,6 @@ from halfserve.serve.engine.tensors import Array
 
 logger = logging.getLogger(__name__)
 
-GPUS = Path("/proc/driver/nvidia/gpus")
-
 MOST_ROWS = 32  # most rows of a trial's batch
 LOADS_S = 20.0  # no further way is tried after this time, in which each way opens the model once more
 GAIN = 0.95  # a way is used that takes at most this part of the time,
@@ -144,7 +142,7 @@ class DeviceModel:
         """Return a key that is equal for trials with equal results."""
         given = sorted((key, value.string_value) for key, value in self.config.parameters.items() if key not in REPORTED)
         optimization = self.config.optimization.SerializeToString(deterministic=True).hex()
-        where = [_device_names(), str(self.placement.device_id), str(self.config.max_batch_size)]
+        where = [_device_name(self.placement.device_id), str(self.placement.device_id), str(self.config.max_batch_size)]
         return verdict_key(self.path, [version("halfserve"), ort.__version__, *where, repr(given), optimization])
 
 
@@ -261,10 +259,8 @@ def _wake(device_id: int) -> None:
             driver.set_blocking_waits(device_id, on=False)
 
 
-def _device_names() -> str:
-    """Return the names of the machine's GPUs as Linux's driver lists them; "" if it does not."""
-    lines = []
-    for path in sorted(GPUS.glob("*/information")):
-        with suppress(OSError):
-            lines += [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if "Model" in line]
-    return "\n".join(lines)
+def _device_name(device_id: int) -> str:
+    driver = cuda_driver()
+    with suppress(CudaError):
+        return "" if driver is None else str(driver.describe(device_id)["name"])
+    return ""

@@ -165,7 +165,7 @@ static int copy(uint64_t at, void *target, const void *source, size_t size, int 
     int code = waits(name);
     if (code) return code;
     emulated_copy_takes(emulated_stream(NULL), direction, size, 1);
-    return block_at(at, size) ? (memcpy(target, source, size), OK) : INVALID_VALUE;
+    return block_at(at, size) || emulated_holds((char *)at, size) ? (memcpy(target, source, size), OK) : INVALID_VALUE;
 }
 
 int cuMemcpyDtoH_v2(void *target, uint64_t source, size_t size) {

@@ -46,6 +46,7 @@ void emulated_set_current(int device);
 /* Memory. */
 int emulated_take(int device, size_t size); /* OUT_OF_MEMORY where the device has less */
 void emulated_give(int device, size_t size);
+int emulated_holds(const char *at, size_t size); /* whether the runtime has allocated all of it on a device */
 size_t emulated_total(int device), emulated_used(int device);
 int emulated_is_locked(const void *at);
 int emulated_lock(void *bytes, size_t size), emulated_unlock(void *bytes);

@@ -146,6 +146,14 @@ int cudaPointerGetAttributes(Place *place, const void *pointer) {
     return failure();
 }
 
+int emulated_holds(const char *at, size_t size) {
+    int found = 0;
+    pthread_mutex_lock(&lock);
+    for (Allocation *a = allocations; a; a = a->next) found |= a->bytes <= at && at + size <= a->bytes + a->size;
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
 static void say_copy(const Stream *s, size_t size, int kind, int is_pageable) {
     const char *way = kind == TO_DEVICE ? "to" : "from";
     emulated_say_on(s->device, "copy of %zu bytes %s the device, %s", size, way, is_pageable ? "pageable" : "locked");

@@ -20,7 +20,8 @@ from halfserve.serve.engine.backend import Backend, DevicePlacement
 from halfserve.serve.engine.cuda_driver import cuda_driver
 from halfserve.serve.engine.tensors import Array
 from tests.export.stored_models import parse
-from tests.serve.cuda_emulator.copying_model import log, save
+from tests.serve.cuda_emulator.copying_model import check, log, save, with_graphs
+from tests.serve.cuda_emulator.copying_model import load as load_with
 
 WAYS = "halfserve.cuda_ways"
 
@@ -81,10 +82,10 @@ def awake() -> None:
 @pytest.mark.parametrize(
     ("ms", "chosen"),
     [
-        ([(9, 9), (5, 5), (1, 1), (6, 6)], "nhwc"),
-        ([(9, 9), (8.9, 8.9), (1, 1), (8.9, 1)], "blocking"),
-        ([(9, 9), (5, 5), (1, 1), (5.2, 1)], "nhwc, blocking"),
-        ([(9, 9), (10, 9), (1, 1), (9.6, 1)], "none"),
+        ([(9, 9), (5, 5), (20, 20), (6, 6)], "nhwc"),
+        ([(9, 9), (8.9, 8.9), (20, 20), (8.9, 1)], "blocking"),
+        ([(9, 9), (5, 5), (20, 20), (5.2, 1)], "nhwc, blocking"),
+        ([(9, 9), (10, 9), (20, 20), (9.6, 1)], "none"),
     ],
     ids=["faster", "frees the processor", "both", "neither"],
 )
@@ -101,7 +102,7 @@ def test_the_ways_that_pay_are_chosen(
     assert driver.blocking == ({0} if "blocking" in chosen else set())
     said = config.parameters["halfserve.measured"].string_value
     assert said.startswith("on CUDA 9 ms (9 ms on the processor) for a batch of 4; nhwc ")
-    assert "copies needs CUDA graphs, which fail" in said, "the emulated driver copies to no memory of the runtime"
+    assert "; copies 20 ms (20 ms on the processor); blocking " in said
     assert f"is computed on CUDA by {chosen.replace(', ', ' and ').replace('none', 'the usual way')} ({said})" in caplog.text
 
 
@@ -137,11 +138,30 @@ def test_graphs_are_tried_for_a_model_of_fixed_sizes(tmp_path: Path, device: cty
     times = GivenTimes([(9, 9), (5, 5), (9, 9), (9, 9)])
     backend, config = load(save(tmp_path / "m.onnx"), CudaTrials(measure=times))
     assert config.parameters[WAYS].string_value == "graphs"
-    assert times.recorded == [False, True, False, True]
+    assert times.recorded == [False, True, True, True]
     log(device)
     for _ in range(3):
         backend.run({"x": np.zeros((2, 4), np.float32)})
     assert log(device).count("replay") == 2
+
+
+def test_a_way_that_fails_is_left_out(tmp_path: Path, device: ctypes.CDLL) -> None:
+    device.emulated_break()
+    _, config = load(save(tmp_path / "m.onnx"), CudaTrials(measure=GivenTimes([(9, 9), (1, 1), (1, 1), (9, 9)])))
+    assert config.parameters[WAYS].string_value == "none"
+    said = config.parameters["halfserve.measured"].string_value
+    assert "; graphs cannot be recorded; copies needs CUDA graphs, which fail or are off; blocking 9 ms" in said
+
+
+def test_copies_by_the_driver_give_the_same_answers(tmp_path: Path, device: ctypes.CDLL) -> None:
+    backend = load_with(tmp_path / "m.onnx", with_graphs(**{WAYS: "copies"}))
+    log(device)
+    for start in range(4):
+        check(backend, 2, start)
+    made = log(device)
+    assert made.count("replay") == 3
+    copies = [sum(line.startswith(name) for line in made) for name in ("cuMemcpyHtoD", "cuMemcpyDtoH")]
+    assert copies == [3, 3], made
 
 
 def test_configured_ways_are_not_tried(tmp_path: Path) -> None:

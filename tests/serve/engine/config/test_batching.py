@@ -6,10 +6,10 @@ import pytest
 from google.protobuf import text_format
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.config.batching import QueuePolicy, Turn, batch_limits, queue_policy
+from halfserve.serve.engine.config.batching import QueuePolicy, Turn, batch_limits, few_sizes, queue_policy
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.queueing.pace import BatchLimits, padded_rows
 
 
 def limits(text: str, max_batch_size: int = 16) -> BatchLimits:
@@ -45,6 +45,26 @@ def test_our_own_settings_are_taken_over() -> None:
     asked = limits(f"{text} {parameter('compute_weight', '2')}")
     assert (asked.padded_rows, asked.latency_target_s, asked.compute_weight) == ((4, 8), 0.0125, 2.0)
     assert limits(f"{PREFERRED} {parameter('pad_to_preferred', 'off')}").padded_rows == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "sizes"),
+    [
+        ("", 1, ()),
+        ("", 5, (1, 2, 4, 5)),
+        ("", 16, (1, 2, 4, 8, 12, 16)),
+        ("", 128, (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)),
+        (PREFERRED, 16, (1, 2, 4, 8, 12, 16)),
+        (f"{PREFERRED} {parameter('pad_to_preferred', 'on')}", 16, (4, 8)),
+        (parameter("pad_to_preferred", "off"), 16, ()),
+        ("sequence_batching { }", 16, ()),
+    ],
+)
+def test_few_sizes_waste_little_and_follow_the_configuration(text: str, most: int, sizes: tuple[int, ...]) -> None:
+    found = few_sizes(text_format.Parse(f'name: "m" max_batch_size: {most} {text}', ModelConfig()))
+    assert found == sizes
+    if not text and found:
+        assert all(padded_rows(rows, found) <= 1.5 * rows + 2 for rows in range(1, most + 1))
 
 
 def test_the_default_policy_bounds_levels_without_their_own() -> None:
