@@ -71,8 +71,7 @@ class Runtimes:
         """
         if path.suffix == PYTHON_SUFFIX:
             return self._trusted_python(path).declared(path, config, name)
-        runtime = self._of(path)
-        return runtime.declared(config) if runtime is not None and runtime is self._compiled else None
+        return self._compiled.declared(config) if self._of(path) is self._compiled and self._compiled is not None else None
 
     def describe(self, path: Path) -> ModelInterface:
         """Read a model file's interface. Raises ModelLoadError: the file is missing, is not a model, is an untrusted torch

@@ -43,6 +43,7 @@ INPUT_TYPE: Final = re.compile(r"void check_input_(\d+)\(.*?_expected_dtype = ao
 REMEDY: Final = "compile it on a machine like this one"
 WHERE: Final = "the server's standard error says why"
 
+_tensors: Any = vars(torch._C)["_aoti"]  # noqa: SLF001  (converts tensors to pointers and back; torch has no public name)
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype, _pointer_of.argtypes = c_void_p, [ctypes.py_object, c_char_p]
 _capsule_of = ctypes.pythonapi.PyCapsule_New
@@ -138,7 +139,7 @@ class CompiledProgram:
         """Compute all outputs on a CUDA stream (0 on the CPU), without the interpreter lock.
         Raises BackendError: the program refused these inputs.
         """
-        capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(inputs))  # noqa: SLF001  (torch has no public name)
+        capsules = _tensors.unsafe_alloc_void_ptrs_from_tensors(list(inputs))
         taken = (c_void_p * len(inputs))(*[_pointer_of(capsule, None) for capsule in capsules])
         given = (c_void_p * len(self.outputs))()
         status = self._library.AOTInductorModelContainerRun(
@@ -147,7 +148,8 @@ class CompiledProgram:
         if status:
             raise BackendError(f"the model failed on this request; {WHERE}")
         pointers: list[Any] = [_capsule_of(pointer, None, None) for pointer in given]
-        return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(pointers)  # noqa: SLF001  (torch has no public name)
+        results: list[torch.Tensor] = _tensors.alloc_tensors_by_stealing_from_void_ptrs(pointers)
+        return results
 
     def _structure(self, path: Path) -> tuple[list[Names], list[Names]]:
         taken, given, inputs, outputs = c_char_p(), c_char_p(), c_size_t(), c_size_t()

@@ -21,8 +21,8 @@ def run_session(session: ort.InferenceSession, wanted: Sequence[str], feeds: Map
         Exception: any exception of the runtime.
     """
     if not any(isinstance(feed, DeviceRows) for feed in feeds.values()):
-        arrays: list[Array] = session.run(wanted, feeds, options)
-        return arrays
+        arrays: Any = session.run(wanted, feeds, options)
+        return list(arrays)
     binding = session.io_binding()
     for name, feed in feeds.items():
         if not isinstance(feed, DeviceRows):
