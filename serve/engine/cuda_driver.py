@@ -50,6 +50,7 @@ _ARGUMENTS = {
     "cuDeviceTotalMem_v2": (ctypes.POINTER(ctypes.c_size_t), ctypes.c_int),
     "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int),
+    "cuCtxSetCurrent": (ctypes.c_void_p,),
     "cuCtxPushCurrent_v2": (ctypes.c_void_p,),
     "cuCtxPopCurrent_v2": (ctypes.POINTER(ctypes.c_void_p),),
     "cuMemAlloc_v2": (ctypes.POINTER(_DEVICE_POINTER), ctypes.c_size_t),
@@ -150,16 +151,16 @@ class CudaDriver:
         return memory, bytes(handle)
 
     def settle_thread(self, device_id: int) -> None:
-        """Let this thread use a device while another one records a CUDA graph there.
+        """Make a device current for this thread, also while another thread records a CUDA graph there.
 
-        Without this, the driver refuses calls that allocate, free or copy in any thread, and the recording breaks.
+        ONNX Runtime sets no device in runs of sessions with CUDA graphs. While a thread records, the driver refuses calls that
+        allocate, free or copy in any other thread that does not say so, and the recording breaks.
 
         Raises:
             CudaError: the driver refuses, for example because the device is lost.
         """
-        if not hasattr(self._settled, "mode"):
-            with self._within(self._context(device_id)):
-                pass
+        self._call("cuCtxSetCurrent", self._context(device_id))
+        self._settle()
 
     def lock_memory(self, address: int, size: int, device_id: int) -> None:
         """Page-lock memory of this process, so that a device copies from it directly. It must be unlocked before it is freed.
@@ -250,13 +251,17 @@ class CudaDriver:
     def _within(self, context: ctypes.c_void_p) -> Iterator[None]:
         self._call("cuCtxPushCurrent_v2", context)
         try:
-            if not hasattr(self._settled, "mode"):
-                mode = ctypes.c_int(CAPTURE_MODE_THREAD_LOCAL)
-                self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
-                self._settled.mode = CAPTURE_MODE_THREAD_LOCAL
+            self._settle()
             yield
         finally:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _settle(self) -> None:
+        """Say that this thread's calls do not concern the recordings of others, once."""
+        if not hasattr(self._settled, "mode"):
+            mode = ctypes.c_int(CAPTURE_MODE_THREAD_LOCAL)
+            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+            self._settled.mode = CAPTURE_MODE_THREAD_LOCAL
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)

@@ -107,7 +107,7 @@ RECORDING_LOCK = RecordingLock()
 
 
 def settle_thread(device_id: int) -> None:
-    """Let this thread use the device while another one records."""
+    """Make a device current for this thread, also while another thread records there."""
     driver = cuda_driver()
     if driver is not None:
         with suppress(CudaError):  # the device is lost, which the caller's next step reports

@@ -26,6 +26,7 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.model_repository import ModelRepository
 from halfserve.serve.model_control.version_loading import VersionLoader
 from tests.export.stored_models import parse
+from tests.serve.cuda_emulator.conftest import DEVICES
 from tests.serve.cuda_emulator.copying_model import log
 from tests.serve.running_server import running_server
 
@@ -94,7 +95,7 @@ def parameter(key: str, value: str) -> str:
     return f'parameters {{ key: "halfserve.{key}" value {{ string_value: "{value}" }} }}'
 
 
-def served(folder: Path, config: str = "", end: str = "y = Relu (t9)") -> Model:
+def served(folder: Path, config: str = "", end: str = "y = Relu (t9)", groups: str = "instance_group { gpus: 0 }") -> Model:
     """A model of nine Convs, loaded as a server loads it, with at most 16 rows in a batch."""
     body = " ".join(f"t{number + 1} = {CONV.removeprefix('y = ').replace('x', f't{number}')}" for number in range(CONVS))
     text = f"m (float[n, 2, 6, 6] t0) => (float[n, 2, 6, 6] y) {{ {body} {end} }}"
@@ -103,7 +104,7 @@ def served(folder: Path, config: str = "", end: str = "y = Relu (t9)") -> Model:
     version = folder / "m" / "1"
     version.mkdir(parents=True)
     onnx.save(model, version / "model.onnx")
-    (folder / "m" / "config.pbtxt").write_text(f"max_batch_size: 16 {config}")
+    (folder / "m" / "config.pbtxt").write_text(f"max_batch_size: 16 {groups} {config}")
     (files,) = ModelRepository(folder).find("m")
     loader = VersionLoader(runtime=OnnxRuntime(), placement=DevicePlacement(), defaults=Defaults(), warm_up_budget_s=60)
     return loader.model(files)
@@ -131,6 +132,18 @@ def test_ten_batch_sizes_in_turn_build_no_plan(tmp_path: Path, device: ctypes.CD
     model = served(tmp_path)
     assert model.limits.padded_rows == (1, 2, 4, 8, 12, 16)
     assert plans_and_replays(model, device) == {(0, 1)}
+
+
+def test_each_device_replays_its_own_recordings(tmp_path: Path, device: ctypes.CDLL) -> None:
+    """ONNX Runtime sets no device in runs of sessions with CUDA graphs: kernels for another device's stream are refused."""
+    model = served(tmp_path, groups="")
+    assert len(model.backends) == DEVICES
+    log(device)
+    for backend in reversed(model.backends):
+        for _ in range(2):  # this thread's recording, and its replay
+            backend.run({"t0": np.ones((4, 2, 6, 6), np.float32)})
+    made = [line for line in log(device) if "replay" in line]
+    assert made == ["device 1: replay"] * 2 + ["replay"] * 2
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_tensors_of_each_device_outlive_the_other_one(tmp_path: Path, device: ct
         with pytest.raises(InferenceServerException, match="CUDA device 1, which holds shared memory region '1', was lost"):
             infer_from(client, 1)
         server.until(lambda: bool(lost))
-        assert [instance.is_up for instance in instances(server)] == [True, True], "no batch of theirs has failed"
+        assert instances(server)[0].is_up, "no batch of its own has failed"
         infer_from(client, 0)
         device.emulated_lose(1, 0)
         client.unregister_cuda_shared_memory()

@@ -92,6 +92,11 @@ int cuDevicePrimaryCtxRetain(void **context, int device) {
     return (*context = emulated_context(device)) ? OK : INVALID_DEVICE;
 }
 
+int cuCtxSetCurrent(void *context) {
+    int device = emulated_device_of(context);
+    return device < 0 ? INVALID_CONTEXT : (emulated_set_current(device), OK);
+}
+
 int cuCtxPushCurrent_v2(void *context) { return emulated_push(context); }
 
 int cuCtxPopCurrent_v2(void **context) { return (*context = emulated_pop()) ? OK : INVALID_CONTEXT; }

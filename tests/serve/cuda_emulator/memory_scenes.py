@@ -230,6 +230,10 @@ def test_inputs_on_the_device_are_copied_to_the_host_for_what_reads_them(tmp_pat
     assert outputs["y"].ravel().tolist() == expected
 
 
+async def registered(memory: SharedMemory, name: str, handle: bytes, size: int) -> None:
+    memory.register_cuda(name, handle, 0, size)  # on an event loop, as a server does
+
+
 def test_a_registered_region_is_read_on_its_device(tmp_path: Path, device: ctypes.CDLL) -> None:
     backend, each = load(tmp_path / "m.onnx"), 3
     run_batch(backend, requests(1, each))  # shows where it runs
@@ -237,7 +241,7 @@ def test_a_registered_region_is_read_on_its_device(tmp_path: Path, device: ctype
     with owner(DRIVER_NAMES[0], 4 + size) as client:
         client.write(4, rows(each)["x"].tobytes())
         memory, binding = SharedMemory(enabled=True), RegionBinding()
-        memory.register_cuda("r", client.handle, 0, 4 + size)
+        asyncio.run(registered(memory, "r", client.handle, 4 + size))
         place = RegionSlice(region="r", offset=4, byte_size=size)
         entry = RawInput("x", np.dtype(np.float32), (each, COLUMNS), each * COLUMNS, size)
         memory.bind(binding, [place], [entry], [place])
