@@ -69,7 +69,7 @@ def test_shares_and_places_of_the_ratios_are_counted() -> None:
 
 
 def test_a_processor_without_arithmetic_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(fitness, "_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(fitness, "processor_flags", lambda: frozenset({"avx2"}))
     with pytest.raises(typer.Exit) as ended:
         half_hardware.main(sets="simple")
     assert ended.value.exit_code == 2
@@ -79,7 +79,7 @@ def test_a_processor_without_arithmetic_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_instruction_set_that_the_environment_forbids_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitness, "_flags", lambda: frozenset({"avx512_bf16", "avx512_fp16"}))
+    monkeypatch.setattr(fitness, "processor_flags", lambda: frozenset({"avx512_bf16", "avx512_fp16"}))
     assert half_hardware.halves() == (["float16", "bfloat16"], [])
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     there, missing = half_hardware.halves()
