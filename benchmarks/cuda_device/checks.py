@@ -32,7 +32,7 @@ from onnx.reference import ReferenceEvaluator
 from benchmarks.cuda_device.networks import BF16, FP16, networks_of
 from benchmarks.cuda_device.ways import Alone
 from halfserve.nvidia_libraries import load_nvidia_libraries
-from halfserve.serve.backends.onnx_runtime.cuda import reason_of
+from halfserve.serve.backends.onnx_runtime.cuda_errors import reason_of
 from halfserve.serve.backends.onnx_runtime.session import nodes_by_provider
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.tensors import Array

@@ -17,7 +17,7 @@ from onnx import TensorProto
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.cpu_trials import BUDGET_S, FREE_SIZES, RUNS, ResultCache, largest_error, made_up
 from halfserve.serve.backends.onnx_runtime.crash_probe import verdict_key
-from halfserve.serve.backends.onnx_runtime.cuda import reason_of
+from halfserve.serve.backends.onnx_runtime.cuda_errors import reason_of
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntimeBackend
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.onnx_runtime.onnx_preparation import half_types

@@ -81,8 +81,7 @@ class CompiledRuntime:
         facts = _facts(path)
         device = chosen_device(path, placement)
         if facts.get(DEVICE) != device.type:
-            found = f"was compiled for {facts.get(DEVICE)!r}, and is to be computed on {device.type!r}"
-            raise ModelLoadError(f"{path}: {found}; compile it for that device")
+            raise ModelLoadError(f"{path}: was compiled for {facts.get(DEVICE)!r}; compile it for {device.type!r}")
         _require_machine(path, facts, device)
         if device == CPU:
             set_threads(read_settings(config, path).intra_op_threads, placement)
@@ -148,8 +147,7 @@ class CompiledProgram:
         if status:
             raise BackendError(f"the model failed on this request; {WHERE}")
         pointers: list[Any] = [_capsule_of(pointer, None, None) for pointer in given]
-        results: list[torch.Tensor] = _tensors.alloc_tensors_by_stealing_from_void_ptrs(pointers)
-        return results
+        return list(_tensors.alloc_tensors_by_stealing_from_void_ptrs(pointers))
 
     def _structure(self, path: Path) -> tuple[list[Names], list[Names]]:
         taken, given, inputs, outputs = c_char_p(), c_char_p(), c_size_t(), c_size_t()

@@ -13,7 +13,8 @@ import onnxruntime as ort
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe
-from halfserve.serve.backends.onnx_runtime.cuda import DeviceSession, GraphReplays, copies_of, reason_of, wait_asleep
+from halfserve.serve.backends.onnx_runtime.cuda import DeviceSession, GraphReplays, copies_of, wait_asleep
+from halfserve.serve.backends.onnx_runtime.cuda_errors import reason_of
 from halfserve.serve.backends.onnx_runtime.device_feeds import Feed, run_session
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.onnx_runtime.onnx_interface import read_interface

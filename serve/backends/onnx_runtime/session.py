@@ -21,15 +21,12 @@ from halfserve.nvidia_libraries import load_nvidia_libraries, why_no_cudnn
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, onnx_trial
 from halfserve.serve.backends.onnx_runtime.cuda import (
     RECORDING_LOCK,
-    is_about_an_option,
-    is_about_cudnn,
     is_lost,
-    missing_kernel,
-    reason_of,
     settle_thread,
     why_not_recorded,
     why_not_without_cudnn,
 )
+from halfserve.serve.backends.onnx_runtime.cuda_errors import is_about_an_option, is_about_cudnn, missing_kernel, reason_of
 from halfserve.serve.backends.onnx_runtime.cuda_placement import floats_on_cpu
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.onnx_runtime.onnx_preparation import PreparedModel, prepared
