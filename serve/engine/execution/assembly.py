@@ -79,8 +79,11 @@ def device_inputs(backend: Backend, requests: list[InferRequest], rows: int) -> 
 
     The device of the backend is known once it has computed on this thread, or for these buffers.
     """
-    device_id, first = _buffers().device_id, requests[0].inputs
-    if device_id is None or type(first) is not RawInputs or first.all_sent:
+    first = requests[0].inputs
+    if type(first) is not RawInputs or first.all_sent:
+        return None
+    device_id = _buffers().device_id
+    if device_id is None:
         return None
     found: dict[str, DeviceRows] = {}
     for entry in first.layout.inputs:
