@@ -16,7 +16,7 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
-from halfserve.serve.engine.backend import CALLING_PROVIDERS, Backend, RequestBackend
+from halfserve.serve.engine.backend import CALLING_PROVIDERS, CPU_PROVIDERS, Backend, RequestBackend
 from halfserve.serve.engine.background_threads import Worker
 from halfserve.serve.engine.errors import InferenceError, InstanceLostError, UnavailableError, is_device_lost
 from halfserve.serve.engine.execution.assembly import BatchBuffers, GatheredBatch, gather, use_buffers
@@ -235,12 +235,16 @@ class Instance:
             self._worker.submit(self._compute, job, self._copy)
 
     def _next_job(self, loop: asyncio.AbstractEventLoop, requests: list[InferRequest], finished: Finished) -> _Job:
-        """Return a batch, which is being gathered if it is large and another one runs."""
+        """Return a batch, which is being gathered if it is large and a device computes another one.
+
+        A CPU would take the time from the batch that it computes: on 2 cores, images of 301 KB then came at 0.92 of the rate.
+        """
         if not self._jobs:
             return _Job(loop, requests, finished, self._staging.buffers[0])
         job = _Job(loop, requests, finished, self._jobs[-1].buffers, is_behind=True)
         backend = self._copy.backend
-        if is_worth_staging(requests) and not isinstance(backend, RequestBackend) and self._may_share:
+        is_on_device = backend.provider not in CPU_PROVIDERS and not isinstance(backend, RequestBackend)
+        if is_on_device and is_worth_staging(requests) and self._may_share:
             free, how = self._staging.other(job.buffers), self._how
             staged = StagedBatch(free, partial(gather, backend, requests, how.padded_sizes, how.padding, how.ragged))
             if self._staging.run(staged.stage):
