@@ -94,8 +94,10 @@ class CompiledRuntime:
             if number in inputs and wire != inputs[number].datatype.wire:
                 raise ModelLoadError(_wrong_type("input", inputs[number], wire))
         missing = [names[0] for number, names in enumerate(program.inputs) if number not in inputs]
-        if missing:
-            raise ModelLoadError(f"{path}: the input {missing[0]!r} is not declared; declare every input in config.pbtxt")
+        if missing or not outputs:
+            found, known = ", ".join(missing) or "output", ", ".join(names[0] for names in program.outputs)
+            remedy = f'declare every input, e.g. {{ name: "INPUT__0" data_type: TYPE_FP32 dims: [ 8 ] }}, and some of {known}'
+            raise ModelLoadError(f"{path}: config.pbtxt declares no {found}; {remedy}")
         return CompiledBackend(
             provider=f"torch on {device}",
             precision="as compiled by AOTInductor",
@@ -146,8 +148,7 @@ class CompiledProgram:
         )
         if status:
             raise BackendError(f"the model failed on this request; {WHERE}")
-        pointers: list[Any] = [_capsule_of(pointer, None, None) for pointer in given]
-        return list(_tensors.alloc_tensors_by_stealing_from_void_ptrs(pointers))
+        return list(_tensors.alloc_tensors_by_stealing_from_void_ptrs([_capsule_of(one, None, None) for one in given]))
 
     def _structure(self, path: Path) -> tuple[list[Names], list[Names]]:
         taken, given, inputs, outputs = c_char_p(), c_char_p(), c_size_t(), c_size_t()
@@ -180,10 +181,9 @@ class CompiledBackend:
         """Compute the declared outputs.
         Raises BackendError: the program refused these inputs, or an output has another type than the configuration declares.
         """
-        stream = 0
         if self._device != CPU:
             settle_thread(self._device.index)
-            stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = 0 if self._device == CPU else torch.cuda.current_stream(self._device).cuda_stream
         results = self._program.run([as_tensor(inputs[spec.name]).to(self._device) for spec in self._inputs], stream)
         outputs: dict[str, Array] = {}
         for place, spec in self._outputs.items():
@@ -205,7 +205,7 @@ def _facts(path: Path) -> Mapping[str, str]:
             found: Any = json.loads(archive.read(name))
     except (OSError, ValueError, StopIteration, zipfile.BadZipFile):
         found = None
-    if not isinstance(found, dict) or not isinstance(found.get(DEVICE), str):
+    if not isinstance(found, dict) or DEVICE not in found:
         raise ModelLoadError(
             f"{path}: does not say which device it was compiled for; compile it with torch {torch.__version__}"
         )

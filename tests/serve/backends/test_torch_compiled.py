@@ -131,9 +131,16 @@ class TestCompiled:
         with pytest.raises(ModelLoadError, match=reason):
             loaded(tmp_path, TENSORS.replace(old, new), compiled)
 
-    def test_an_undeclared_input_is_named(self, tmp_path: Path, compiled: Path) -> None:
-        config = "\n".join(line for line in TENSORS.splitlines() if "KWARGS" not in line)
-        with pytest.raises(ModelLoadError, match=r"the input 'KWARGS\[more\]\[index\]' is not declared; declare every"):
+    @pytest.mark.parametrize(
+        ("left_out", "reason"),
+        [
+            ("KWARGS", r"declares no KWARGS\[more\]\[index\]; declare every input"),
+            ("output", "declares no output; declare every"),
+        ],
+    )
+    def test_what_is_not_declared_is_named(self, tmp_path: Path, compiled: Path, left_out: str, reason: str) -> None:
+        config = "\n".join(line for line in TENSORS.splitlines() if left_out not in line)
+        with pytest.raises(ModelLoadError, match=rf"{reason}.* some of RESULT\[y\], RESULT\[sums\]\[0\]"):
             loaded(tmp_path, config, compiled)
 
     def test_an_output_of_another_type_is_refused(self, tmp_path: Path, compiled: Path) -> None:
