@@ -12,12 +12,12 @@ MOMENT_S = 0.5
 
 
 def memory_of(size: int) -> int:
-    """Bytes of memory for `size` bytes of a body, with what the heap keeps beside bodies of many sizes.
+    """Return the bytes of memory that `size` bytes of a body take, with the copies and what the heap keeps between them.
 
-    Measured with `python -m benchmarks.attacks unread_rest_answers`: the process grows by 1.1 times what is counted so, and by
-    1.3 times of twice the size.
+    Measured with `python -m benchmarks.attacks unread_rest_answers`, two runs at a time on 2 cores: the process grows by 0.7 to
+    0.95 times what is counted so. With 5/2 it grew by 1.1 to 1.4 times, and on 3 cores by 1.5.
     """
-    return 5 * size // 2
+    return 7 * size // 2
 
 
 @dataclass(frozen=True, kw_only=True)
