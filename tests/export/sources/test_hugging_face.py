@@ -22,7 +22,7 @@ from halfserve.export.sources.source import Source
 from halfserve.export.tasks.task import Task
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
-from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_loading import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
 from tests.export.hugging_face_folders import (
     LABELS,
