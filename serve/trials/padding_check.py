@@ -7,9 +7,7 @@ Longer requests are not padded. Afterwards the duration of batches is measured, 
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,9 +30,8 @@ from halfserve.serve.engine.precision_guard.column_errors import OutputErrors
 from halfserve.serve.engine.precision_guard.loading import error_budget
 from halfserve.serve.engine.precision_guard.tally import is_floating
 from halfserve.serve.engine.tensors import Array, Tensors
-from halfserve.serve.model_control.padding_trial import NotProvedError, OutOfTimeError, PaddingTrial, Row
-
-logger = logging.getLogger(__name__)
+from halfserve.serve.trials.padding_trial import NotProvedError, OutOfTimeError, PaddingTrial, Row
+from halfserve.serve.trials.tried_version import TriedVersion
 
 FIRST_LENGTH = 8
 STEP, SHORT_STEP = 4, 2  # factor from one tried length to the next
@@ -48,37 +45,39 @@ FEWEST = 4
 TIMES = 3  # measurements of each batch; the shortest counts
 
 
-def proved_padding(version: Model, budget_s: float, clock: Callable[[], float] = time.monotonic) -> MixedLengths | None:
+def proved_padding(tried: TriedVersion) -> MixedLengths | None:
     """Return the component that chooses and pads requests of different lengths; None if the configuration does not ask for it.
 
     None also, with a warning, if padding changes the model's answers by more than the certificate's budget, or if that cannot
-    be determined within `budget_s` seconds. Buckets that are longer than the model takes, or than could be tried in that time,
+    be determined within the budget. Buckets that are longer than the model takes, or than could be tried in that time,
     are replaced, with a warning. The version must be warmed up.
 
     Raises:
         ModelLoadError: the configuration's padding does not fit the model, or the device was lost.
     """
-    settings = _configured(version)
+    model = tried.model
+    settings = _configured(model)
     if settings is None:
         return None
-    began = clock()
-    trial = PaddingTrial(version, settings, began + budget_s * PROOF_SHARE, clock)
+    began, budget_s = tried.clock(), tried.budget_s
+    trial = PaddingTrial(tried, settings, began + budget_s * PROOF_SHARE)
     try:
-        reached = _proved(trial)
+        reached = _proved(tried, trial)
     except NotProvedError as error:
-        _warn(version, f"it is served without padding, so requests of different lengths do not share batches: {error}")
+        text = "%s: it is served without padding, so requests of different lengths do not share batches: %s"
+        tried.warn(text, error)
         for key in (KEY, BUCKETS_KEY, TOKENS_KEY):
-            version.config.parameters.pop(key, None)  # clients see the settings in force
+            model.config.parameters.pop(key, None)  # clients see the settings in force
         return None
-    settings = _in_force(version, settings, reached, budget_s)
+    settings = _in_force(tried, settings, reached)
     trial.until = began + budget_s
-    padding = Padding(settings, [spec.name for spec in version.interface.inputs])
+    padding = Padding(settings, [spec.name for spec in model.interface.inputs])
     return MixedLengths(padding, BatchCosts(list(_measured(trial, settings))))
 
 
-def _configured(version: Model) -> PaddingSettings | None:
+def _configured(model: Model) -> PaddingSettings | None:
     """Read the padding that a configuration asks for; None for none. Raises as `proved_padding`."""
-    config, where = version.config, f"model {version.config.name!r}"
+    config, where = model.config, f"model {model.config.name!r}"
     rule: PaddingRule | None = own_parameter(config, KEY, where)
     if rule is None:
         idle = [key for key in (BUCKETS_KEY, TOKENS_KEY) if key in config.parameters]
@@ -87,7 +86,7 @@ def _configured(version: Model) -> PaddingSettings | None:
         return None
     if not config.max_batch_size:
         raise ModelLoadError(f"{where}: {KEY} is set, but the model has no batch dimension; remove it")
-    require_fit(rule, version.interface, where)
+    require_fit(rule, model.interface, where)
     buckets: tuple[int, ...] | None = own_parameter(config, BUCKETS_KEY, where)
     return PaddingSettings(rule=rule, buckets=buckets or (), max_tokens=own_parameter(config, TOKENS_KEY, where))
 
@@ -100,17 +99,17 @@ class _Reached:
     is_cut_short: bool = False
 
 
-def _proved(trial: PaddingTrial) -> _Reached:
+def _proved(tried: TriedVersion, trial: PaddingTrial) -> _Reached:
     """Compare rows that are padded to rising lengths with their answers alone.
 
     Raises:
         NotProvedError: padding changes an answer, or whether it does cannot be determined.
         ModelLoadError: the device was lost.
     """
-    version = trial.version
-    if own_parameter(version.config, "halfserve.warm_up") is False:
+    invariance = tried.model.invariance
+    if tried.is_off:
         raise NotProvedError("halfserve.warm_up is off, and whether padding changes its answers was not tried")
-    if version.invariance is not None and not version.invariance.is_safe:
+    if invariance is not None and not invariance.is_safe:
         raise NotProvedError("the rows of a batch depend on each other")
     proof = _Proof(trial)
     is_cut_short = False
@@ -126,8 +125,8 @@ def _proved(trial: PaddingTrial) -> _Reached:
         is_cut_short = bool(trial.rows(proof.length + 1, 0))
     if not proof.length:
         raise NotProvedError(f"it does not take what can be guessed ({trial.refusal}); describe a request in model_warmup")
-    if version.invariance is not None:
-        version.invariance.is_doubtful = False  # these rows have shared batches
+    if invariance is not None:
+        invariance.is_doubtful = False  # these rows have shared batches
     return _Reached(proof.length, is_cut_short)
 
 
@@ -143,9 +142,9 @@ class _Proof:
         self.length = 0
         self.rows: list[Row] = []
         self._trial = trial
-        self._budget = error_budget(trial.version.path or trial.version.declared.source)
+        self._budget = error_budget(trial.model.path or trial.model.declared.source)
         cut = trial.settings.rule.cut
-        names = [spec.name for spec in trial.version.interface.outputs]
+        names = [spec.name for spec in trial.model.interface.outputs]
         self._errors = {name: OutputErrors[tuple[int, int]]([axis for named, axis in cut if named == name]) for name in names}
 
     def lengths(self) -> Iterator[int]:
@@ -193,7 +192,7 @@ class _Proof:
 
     def _add(self, rows: Sequence[Row], length: int) -> None:
         settings = self._trial.settings
-        most = self._trial.version.config.max_batch_size
+        most = self._trial.model.config.max_batch_size
         if settings.max_tokens is not None:
             most = max(1, min(most, settings.max_tokens // length))
         for start in range(0, len(rows), most):
@@ -245,37 +244,33 @@ def _is_finite(array: Array) -> bool:
     return not is_floating(array) or bool(np.isfinite(array.astype(np.float32, copy=False)).all())
 
 
-def _in_force(version: Model, settings: PaddingSettings, reached: _Reached, budget_s: float) -> PaddingSettings:
+def _in_force(tried: TriedVersion, settings: PaddingSettings, reached: _Reached) -> PaddingSettings:
     """Return the settings with the proved lengths, and write them into the configuration, where clients see them."""
+    parameters, budget_s = tried.model.config.parameters, tried.budget_s
     longest = reached.length
     buckets = tuple(bucket for bucket in settings.buckets if bucket <= longest)
     if settings.buckets and longest not in buckets:
         buckets += (longest,)
-    version.config.parameters[PROVED_KEY].string_value = str(longest)
+    parameters[PROVED_KEY].string_value = str(longest)
     beyond = "longer requests are answered, and share batches only with requests of their own length"
     if buckets != settings.buckets:
         given, kept = (",".join(map(str, lengths)) for lengths in (settings.buckets, buckets))
-        version.config.parameters[BUCKETS_KEY].string_value = kept
+        parameters[BUCKETS_KEY].string_value = kept
         reason = (
             f"were not all tried in {budget_s:g} s (--warm-up-seconds)"
             if reached.is_cut_short
             else f"exceed the model, which takes {longest}"
         )
-        _warn(version, f"the padding buckets {given} {reason}; {kept} are in force, and {beyond}")
+        tried.warn("%s: the padding buckets %s %s; %s are in force, and %s", given, reason, kept, beyond)
     elif reached.is_cut_short:
-        text = f"in {budget_s:g} s, padding was proved up to length {longest}; {beyond}; raise --warm-up-seconds to prove more"
-        _warn(version, text)
+        text = "%s: in %g s, padding was proved up to length %d; %s; raise --warm-up-seconds to prove more"
+        tried.warn(text, budget_s, longest, beyond)
     return replace(settings, buckets=buckets, longest=longest)
-
-
-def _warn(version: Model, text: str) -> None:
-    label = version.label
-    logger.warning("%s: %s", label, text, extra={"model": label})
 
 
 def _measured(trial: PaddingTrial, settings: PaddingSettings) -> Iterator[Measured]:
     """Yield rows, length and seconds of batches of rising size, until one takes long or the time is over."""
-    most = trial.version.config.max_batch_size
+    most = trial.model.config.max_batch_size
     sizes = [(rows, length) for length in settings.buckets or MEASURED_LENGTHS for rows in MEASURED_ROWS if rows <= most]
     for number, (rows, length) in enumerate(sorted(sizes, key=lambda size: size[0] * size[1]), 1):
         if settings.max_tokens is not None and rows > 1 and rows * length > settings.max_tokens:
