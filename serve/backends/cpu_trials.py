@@ -27,7 +27,7 @@ from halfserve.serve.trials.recorded_samples import BUDGET_S, FREE_SIZES, RUNS, 
 
 logger = logging.getLogger(__name__)
 
-OPENVINO = "openvino"  # the package
+PACKAGE = "openvino"
 SHORT_MS = 999.5  # below this time, three digits are shown
 MOST_ROWS = 8  # most rows of a trial's batch
 # Made-up inputs resemble the model's own no more than a certificate's adversarial samples, for which it allows this factor.
@@ -197,7 +197,7 @@ class PrecisionTrial(Trial[TrialResult]):
     @property
     def key(self) -> str:
         model = self._model
-        circumstances = [version("halfserve"), ort.__version__, version(OPENVINO), processor_name(), model.float32_runtime]
+        circumstances = [version("halfserve"), ort.__version__, version(PACKAGE), processor_name(), model.float32_runtime]
         given = model.config.parameters.items()
         parameters = sorted((key, value.string_value) for key, value in given if not key.startswith(PREFIX))
         settings = [str(self.precision), str(model.placement.threads), str(model.config.max_batch_size), repr(parameters)]

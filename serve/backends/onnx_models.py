@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfserve.installation import install_hint
 from halfserve.protos.certificates import NAME, certificate_sha256
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.cpu_trials import OPENVINO as PACKAGE
-from halfserve.serve.backends.cpu_trials import CpuModel, CpuTrials, recorded_error
+from halfserve.serve.backends.cpu_trials import PACKAGE, CpuModel, CpuTrials, recorded_error
 from halfserve.serve.backends.cuda_trials import CudaTrials, DeviceModel
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
@@ -33,12 +32,14 @@ from halfserve.serve.engine.backend import (
     CpuPrecision,
     DevicePlacement,
     ModelInterface,
-    OnnxOnOpenVino,
 )
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.disk_files import read_certificate
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.trials.recorded_samples import read_samples
+
+if TYPE_CHECKING:
+    from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ class OnnxModels:
     def __init__(
         self,
         onnx: OnnxRuntime,
-        openvino: Callable[[Path], OnnxOnOpenVino],
+        openvino: Callable[[Path], OpenVinoRuntime],
         cpu: CpuTrials,
         cuda: CudaTrials,
     ) -> None:

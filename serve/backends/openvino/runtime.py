@@ -61,7 +61,7 @@ class OpenVinoRuntime:
     def load_onnx(
         self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig, precision: CpuPrecision
     ) -> OpenVinoBackend:
-        """Load one copy of an ONNX file; see `OnnxOnOpenVino`.
+        """Load one copy of an ONNX file; see `Runtime.load`. The `precision` AUTO means float32.
 
         Nodes of a half-precision type are computed in `precision`, and float32 nodes in float32.
 
