@@ -172,7 +172,7 @@ class CrashVerdict(Decision):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadTrial:
+class ProbedLoad:
     """A model and the conditions under which a runtime is to load it."""
 
     path: Path  # the original model file
@@ -200,7 +200,7 @@ def _without_device(options: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in options.items() if key != "device_id"}
 
 
-def onnx_trial(path: Path, providers: list[tuple[str, dict[str, str]]], settings: SessionSettings) -> LoadTrial:
+def onnx_trial(path: Path, providers: list[tuple[str, dict[str, str]]], settings: SessionSettings) -> ProbedLoad:
     """Return a trial with ONNX Runtime; `providers` has their names and options."""
     request = {
         "providers": providers,
@@ -210,7 +210,7 @@ def onnx_trial(path: Path, providers: list[tuple[str, dict[str, str]]], settings
         "memory_pattern": settings.memory_pattern,
         "operator_libraries": settings.operator_libraries,
     }
-    return LoadTrial(path=path, request=request, circumstances=[ort.__version__, *map(stamp, settings.operator_libraries)])
+    return ProbedLoad(path=path, request=request, circumstances=[ort.__version__, *map(stamp, settings.operator_libraries)])
 
 
 class CrashProbe:
@@ -226,14 +226,14 @@ class CrashProbe:
         self._process: ProbeProcess | None = None
         self._idle: threading.Timer | None = None
 
-    def expect(self, trial: LoadTrial) -> None:
+    def expect(self, trial: ProbedLoad) -> None:
         """Start the child, because `safe_level` will be called soon."""
         if self._decisions.find(CrashVerdict, trial.key) is None:
             with self._lock, suppress(OSError):  # `safe_level` reports the error
                 self._running()
                 self._rest()
 
-    def safe_level(self, trial: LoadTrial, source: str | bytes) -> OptimizationLevel:
+    def safe_level(self, trial: ProbedLoad, source: str | bytes) -> OptimizationLevel:
         """Return the highest level at which the model does not crash ONNX Runtime; a reduced level is logged as a warning.
 
         `source` is the model's bytes, or the path of its file. Raises ModelLoadError: the model crashes at every level.
@@ -254,7 +254,7 @@ class CrashProbe:
             )
         return verdict.level
 
-    def verdict(self, trial: LoadTrial, source: str | bytes) -> CrashVerdict | None:
+    def verdict(self, trial: ProbedLoad, source: str | bytes) -> CrashVerdict | None:
         """Return the verdict on a model, remembered if it is known; None if the model could not be tried, with a warning."""
         return self._decisions.of(_CrashTrial(self, trial, source))
 
@@ -264,7 +264,7 @@ class CrashProbe:
         with self._lock:
             self._end()
 
-    def tried(self, trial: LoadTrial, source: str | bytes) -> CrashVerdict:
+    def tried(self, trial: ProbedLoad, source: str | bytes) -> CrashVerdict:
         """Load and run the model in the child, whatever is remembered.
 
         Raises TrialEndedError, OSError: the model could not be tried.
@@ -275,7 +275,7 @@ class CrashProbe:
             finally:
                 self._rest()
 
-    def _first_survived(self, trial: LoadTrial, source: str | bytes) -> CrashVerdict:
+    def _first_survived(self, trial: ProbedLoad, source: str | bytes) -> CrashVerdict:
         crashes: dict[str, str] = {}
         model = source if isinstance(source, bytes) else b""
         for level in trial.levels:
@@ -321,7 +321,7 @@ class _CrashTrial(Trial[CrashVerdict]):
     kind = CrashVerdict
 
     _probe: CrashProbe
-    _trial: LoadTrial
+    _trial: ProbedLoad
     _source: str | bytes
 
     @property

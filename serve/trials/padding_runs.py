@@ -40,8 +40,10 @@ class Row:
     alone: Tensors
 
 
-class PaddingTrial:
+class PaddingRuns:
     """Runs rows on a version's first copy.
+
+    Methods that run the model raise OutOfTimeError if not enough time is left, and ModelLoadError if the device is lost.
 
     Attributes:
         model: the loaded version.
@@ -61,12 +63,7 @@ class PaddingTrial:
         self._largest, self._token_s = 0, 0.0  # tokens of the largest run, and seconds per token in it
 
     def short_rows(self) -> list[Row]:
-        """Return EACH rows of every length in SHORTEST that the model takes, in rising length.
-
-        Raises:
-            OutOfTimeError: not enough time is left.
-            ModelLoadError: the device was lost.
-        """
+        """Return EACH rows of every length in SHORTEST that the model takes, in rising length."""
         if self.model.backends[0].provider in CALLING_PROVIDERS and not self.requests.has_samples:
             self.requests.token_limit = TOKENS
             if not self.rows(SHORTEST[-1], 0):
@@ -82,9 +79,6 @@ class PaddingTrial:
         """Return rows of a length with their answers alone: one row for each value that an integer of the row may have.
 
         There are none if the model does not take the length. A value that it refuses while it takes another is not tried again.
-
-        Raises:
-            ModelLoadError: the device was lost.
         """
         taken = {}
         for says_length in self.requests.says_length:
@@ -104,12 +98,7 @@ class PaddingTrial:
                 yield row
 
     def longest_taken(self, taken: int, refused: int) -> int:
-        """Return the longest length that the model takes: at least `taken`, and below `refused`, which it does not take.
-
-        Raises:
-            OutOfTimeError: not enough time is left.
-            ModelLoadError: the device was lost.
-        """
+        """Return the longest length that the model takes: at least `taken`, and below `refused`, which it does not take."""
         # The longest length is most often a power of two: it and the length after it are tried before the middle of the
         # interval.
         guess, after = 2 * taken, 1
@@ -131,8 +120,6 @@ class PaddingTrial:
 
         Raises:
             NotProvedError: the rows cannot be computed together.
-            OutOfTimeError: not enough time is left.
-            ModelLoadError: the device was lost.
         """
         sizes = self.model.limits.padded_rows
         count = padded_rows(len(rows), sizes) if sizes else len(rows)
@@ -157,8 +144,6 @@ class PaddingTrial:
 
         Raises:
             NotProvedError: the model refuses the batch.
-            OutOfTimeError: not enough time is left.
-            ModelLoadError: the device was lost.
         """
         self.require_time(len(requests) * length)
         result = self._run(requests)
