@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,19 +115,20 @@ def assert_refused(model: Path, match: str, key: Path | None = None) -> None:
         judge(model, key)
 
 
-@dataclass(frozen=True)
-class Signed:
-    """A version that is signed with a private key."""
-
-    version: Path
-    private: Path
-    public: Path
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, Path]:
+    return key_pair(tmp_path)
 
 
 @pytest.fixture
-def signed(tmp_path: Path) -> Signed:
-    private, public = key_pair(tmp_path)
-    return Signed(exported(tmp_path, certificate_key=private), private, public)
+def public(keys: tuple[Path, Path]) -> Path:
+    return keys[1]
+
+
+@pytest.fixture
+def version(tmp_path: Path, keys: tuple[Path, Path]) -> Path:
+    """A signed version; without a key its signature is not looked at."""
+    return exported(tmp_path, certificate_key=keys[0])
 
 
 def test_a_model_and_its_certificate_belong_together(tmp_path: Path) -> None:
@@ -159,8 +160,7 @@ def test_a_new_hash_in_the_certificate_does_not_vouch_for_another_model(tmp_path
     assert_refused(model, "certificate.json: is not the certificate that the model names in its metadata")
 
 
-def test_a_model_that_names_no_certificate_has_no_verdict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    version = exported(tmp_path)
+def test_a_model_that_names_no_certificate_has_no_verdict(version: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = version / "model.onnx"
     edit_model(model, name_nothing)
     rewrite(model, onnx_sha256=file_sha256(model), content_sha256=file_sha256(model))
@@ -180,8 +180,7 @@ def test_the_certificates_result_is_in_the_models_parameters(tmp_path: Path) -> 
     assert verdict(exported(tmp_path)) == "passed"
 
 
-def test_a_certificate_from_before_it_listed_files_still_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    version = exported(tmp_path)
+def test_a_certificate_from_before_it_listed_files_still_holds(version: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, path = version / "model.onnx", version / "certificate.json"
     names = {"files", "settings", "content_sha256", "signature", "onnx_sha256"}
     content = {name: value for name, value in json.loads(path.read_text()).items() if name not in names}
@@ -230,9 +229,8 @@ def reshaped(config: ModelConfig) -> None:
     ids=["task", "scores", "tokens", "no task", "no labels", "reshape"],
 )
 def test_a_setting_that_changes_the_meaning_of_answers_is_named(
-    change: Callable[[ModelConfig], object], said: str, signed: Signed, caplog: pytest.LogCaptureFixture
+    change: Callable[[ModelConfig], object], said: str, version: Path, public: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    version, public = signed.version, signed.public
     assert verdict(version, public) == "passed"
     assert "is not what certificate.json was made for" not in caplog.text
     configure(version, change)
@@ -243,15 +241,14 @@ def test_a_setting_that_changes_the_meaning_of_answers_is_named(
 
 
 def test_a_new_version_is_certified_with_the_settings_that_are_there(
-    signed: Signed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    version: Path, keys: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    version, public = signed.version, signed.public
     configure(version, parameter("token_ids", "own"))
     half = tmp_path / "half.onnx"
     certificate = replace(PASSED, onnx_sha256=open_model(half).sha256)
-    again = write_model_version(version.parent.parent, "m", half, certificate, task=TASK, certificate_key=signed.private)
+    again = write_model_version(version.parent.parent, "m", half, certificate, task=TASK, certificate_key=keys[0])
     assert again.name == "2"
-    assert verdict(again, public) == "passed"
+    assert verdict(again, keys[1]) == "passed"
     assert "certificate" not in caplog.text
 
 
@@ -295,9 +292,8 @@ def whole_shapes(config: ModelConfig) -> None:
 
 @pytest.mark.parametrize("change", [tuned, by_hand, whole_shapes])
 def test_settings_that_tune_a_server_are_not_bound(
-    change: Callable[[ModelConfig], object], signed: Signed, caplog: pytest.LogCaptureFixture
+    change: Callable[[ModelConfig], object], version: Path, public: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    version, public = signed.version, signed.public
     configure(version, change)
     assert verdict(version, public) == "passed"
     assert "certificate" not in caplog.text
@@ -336,16 +332,14 @@ def other_twin(path: Path) -> None:
     ],
     ids=["twin", "tokenizer", "labels"],
 )
-def test_another_models_file_beside_a_model_is_refused(name: str, swap: Callable[[Path], object], tmp_path: Path) -> None:
-    version = exported(tmp_path)
+def test_another_models_file_beside_a_model_is_refused(name: str, swap: Callable[[Path], object], version: Path) -> None:
     swap(version / name)
     assert_refused(version, rf"m/(1/)?{name.removeprefix('../')}: is not the file that .*; put that")
     rewrite(version / "model.onnx", files={})
     assert_refused(version, "certificate.json: is not the certificate that the model names in its metadata")
 
 
-def test_a_file_that_the_user_removes_is_not_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    version = exported(tmp_path)
+def test_a_file_that_the_user_removes_is_not_missed(version: Path, caplog: pytest.LogCaptureFixture) -> None:
     (version / "fp32" / "model.onnx").unlink()
     (version / "tokenizer.json").unlink()
     assert verdict(version) == "passed"
@@ -369,9 +363,8 @@ def test_a_list_of_files_elsewhere_is_refused(files: object, tmp_path: Path) -> 
 
 
 def test_with_a_key_only_a_certificate_that_it_signed_is_served(
-    signed: Signed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    version: Path, public: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    version, public = signed.version, signed.public
     _, other = key_pair(tmp_path / "other")
     assert verdict(version, public) == "passed"
     assert verdict(version) == "passed"
@@ -390,8 +383,7 @@ def test_with_a_key_only_a_certificate_that_it_signed_is_served(
     assert "model.onnx: has no certificate that the certificate key could check" in caplog.text
 
 
-def test_a_certificate_that_the_model_names_is_missed(signed: Signed, caplog: pytest.LogCaptureFixture) -> None:
-    version, public = signed.version, signed.public
+def test_a_certificate_that_the_model_names_is_missed(version: Path, public: Path, caplog: pytest.LogCaptureFixture) -> None:
     (version / "certificate.json").unlink()
     assert verdict(version) == "none"
     (line,) = [record.getMessage() for record in caplog.records if "certificate.json: is missing" in record.getMessage()]
