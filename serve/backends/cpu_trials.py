@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime as ort
 
 from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.openvino.fitness import processor_name
 from halfserve.serve.engine.backend import Backend, CpuPrecision, DevicePlacement, ModelInterface
 from halfserve.serve.engine.background_threads import pause
@@ -24,6 +25,9 @@ from halfserve.serve.engine.errors import InferenceError, InstanceLostError, Mod
 from halfserve.serve.engine.tensors import Array
 from halfserve.serve.trials.decisions import Decision, Decisions, Trial, decision_key
 from halfserve.serve.trials.recorded_samples import BUDGET_S, FREE_SIZES, RUNS, RecordedSamples, largest_error, made_up
+
+if TYPE_CHECKING:
+    from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -140,9 +144,9 @@ class CpuModel:
         interface: interface of the file.
         placement: device and CPU settings of the copy.
         config: configuration of the model, to which the measurements are added.
-        in_half: loads the model in a half precision.
-        in_float32: loads the model in float32.
-        float32_runtime: name of the runtime that computes it in float32.
+        onnx: loads it in float32, unless its configuration asks for OpenVINO.
+        openvino: loads it in half precision.
+        asks_for_openvino: whether the configuration leaves no other runtime.
         samples: recorded samples; None if there are none to use.
         allowed: scaled error that the certificate allows for each precision.
     """
@@ -151,11 +155,24 @@ class CpuModel:
     interface: ModelInterface
     placement: DevicePlacement
     config: ModelConfig
-    in_half: Callable[[ModelConfig, CpuPrecision], Backend]
-    in_float32: Callable[[ModelConfig], Backend]
-    float32_runtime: str
+    onnx: OnnxRuntime
+    openvino: OpenVinoRuntime
+    asks_for_openvino: bool
     samples: RecordedSamples | None
     allowed: Mapping[CpuPrecision, float]
+
+    @property
+    def float32_runtime(self) -> str:
+        """The name of the runtime that computes it in float32."""
+        return "OpenVINO" if self.asks_for_openvino else "ONNX Runtime"
+
+    def in_half(self, config: ModelConfig, precision: CpuPrecision) -> Backend:
+        return self.openvino.load_onnx(self.path, self.interface, self.placement, config, precision)
+
+    def in_float32(self, config: ModelConfig) -> Backend:
+        if self.asks_for_openvino:
+            return self.in_half(config, CpuPrecision.FLOAT32)
+        return self.onnx.load(self.path, self.interface, self.placement, config)
 
     @cached_property
     def reference(self) -> Backend:
@@ -235,41 +252,35 @@ class PrecisionTrial(Trial[TrialResult]):
         return self.refusal is None, self.gain
 
 
-class CpuTrials:
-    """Chooses the precision in which models are computed on the CPU."""
+def in_best_half(model: CpuModel, precisions: Sequence[CpuPrecision], decisions: Decisions, *, measure: bool) -> Backend | None:
+    """Return the model in the fastest of these half precisions; None if no trial shows one that is right and pays.
 
-    def __init__(self, decisions: Decisions) -> None:
-        self._decisions = decisions
-
-    def load(self, model: CpuModel, precisions: Sequence[CpuPrecision], *, measure: bool) -> Backend | None:
-        """Return the model in the fastest of these half precisions; None if no trial shows one that is right and pays.
-
-        The configuration's parameters get the measurements in words. `measure`: whether float32 is preferred if it is faster.
-        """
-        tried: list[PrecisionTrial] = []
-        for precision in precisions:
-            trial = PrecisionTrial(model, precision)
-            result = self._decisions.of(trial)
-            if result is not None:
-                trial.judge(result, measure=measure)
-            tried.append(trial)
-            # Only the fastest one so far is kept in memory.
-            for slower in sorted(tried, key=lambda one: one.rank)[:-1]:
-                slower.backend = None
-        best = max(tried, key=lambda one: one.rank, default=None)
-        if best is not None and best.refusal is None and best.backend is None:
-            best.load()
-        measured = "; ".join(trial.said for trial in tried if trial.said)
-        chosen = None if best is None or best.refusal is not None else best
-        if chosen is not None:
-            model.config.CopyFrom(chosen.config)
-        if measured:
-            model.config.parameters[MEASURED].string_value = measured
-        computed = f"float32 by {model.float32_runtime}" if chosen is None else chosen.precision
-        for trial in tried:
-            if trial.refusal is not None:
-                logger.log(trial.level, "%s: is computed in %s: %s", model.path, computed, trial.refusal)
-        if chosen is None:
-            return None
-        logger.info("%s: is computed in %s%s", model.path, computed, f" ({chosen.said})" if chosen.said else UNMEASURED)
-        return chosen.backend
+    The configuration's parameters get the measurements in words. `measure`: whether float32 is preferred if it is faster.
+    """
+    tried: list[PrecisionTrial] = []
+    for precision in precisions:
+        trial = PrecisionTrial(model, precision)
+        result = decisions.of(trial)
+        if result is not None:
+            trial.judge(result, measure=measure)
+        tried.append(trial)
+        # Only the fastest one so far is kept in memory.
+        for slower in sorted(tried, key=lambda one: one.rank)[:-1]:
+            slower.backend = None
+    best = max(tried, key=lambda one: one.rank, default=None)
+    if best is not None and best.refusal is None and best.backend is None:
+        best.load()
+    measured = "; ".join(trial.said for trial in tried if trial.said)
+    chosen = None if best is None or best.refusal is not None else best
+    if chosen is not None:
+        model.config.CopyFrom(chosen.config)
+    if measured:
+        model.config.parameters[MEASURED].string_value = measured
+    computed = f"float32 by {model.float32_runtime}" if chosen is None else chosen.precision
+    for trial in tried:
+        if trial.refusal is not None:
+            logger.log(trial.level, "%s: is computed in %s: %s", model.path, computed, trial.refusal)
+    if chosen is None:
+        return None
+    logger.info("%s: is computed in %s%s", model.path, computed, f" ({chosen.said})" if chosen.said else UNMEASURED)
+    return chosen.backend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -16,7 +16,7 @@ from onnx import TensorProto
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.cuda_errors import reason_of
-from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntimeBackend
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime, OnnxRuntimeBackend
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.onnx_runtime.onnx_preparation import half_types
 from halfserve.serve.backends.onnx_runtime.session_settings import CUDA_WAYS_KEY, PREFER_NHWC, read_settings
@@ -62,9 +62,6 @@ class Cost:
         return self.ms <= GAIN * usual.ms or frees_processor
 
 
-Measure = Callable[[Backend, Mapping[str, Array]], Cost]
-
-
 def measured(backend: Backend, batch: Mapping[str, Array]) -> Cost:
     """Run a batch RUNS times, or for BUDGET_S: the first runs choose algorithms and record CUDA graphs."""
     inputs = {name: array.astype(backend.compute_dtype(name)) for name, array in batch.items()}
@@ -105,17 +102,17 @@ class ChosenWays(Decision):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceModel:
-    """A model to load on a CUDA device.
-
-    Attributes:
-        load: loads a copy as a configuration says, to which it adds its decisions, in a place.
-    """
+    """A model to load on a CUDA device."""
 
     path: Path
     interface: ModelInterface
     placement: DevicePlacement
     config: ModelConfig
-    load: Callable[[ModelConfig, DevicePlacement], Backend]
+    onnx: OnnxRuntime
+
+    def load(self, config: ModelConfig, placement: DevicePlacement) -> Backend:
+        """Load a copy as a configuration says, to which the runtime adds its decisions."""
+        return self.onnx.load(self.path, self.interface, placement, config)
 
     def open_ways(self) -> list[str]:
         """Return the ways that the configuration leaves open and that suit the model, in the order in which they are tried."""
@@ -156,11 +153,9 @@ class WaysTrial(Trial[ChosenWays]):
 
     kind = ChosenWays
 
-    def __init__(self, model: DeviceModel, ways: Sequence[str], measure: Measure, clock: Callable[[], float]) -> None:
+    def __init__(self, model: DeviceModel, ways: Sequence[str]) -> None:
         self._model = model
         self._ways = ways
-        self._measure = measure
-        self._clock = clock
         self.loaded: tuple[Backend, ModelConfig] | None = None
 
     @property
@@ -173,7 +168,7 @@ class WaysTrial(Trial[ChosenWays]):
 
     def decide(self) -> ChosenWays:
         """Try one way after the other on top of the best ones so far. A way that fails, or answers otherwise, is left out."""
-        model, until = self._model, self._clock() + LOADS_S
+        model, until = self._model, time.monotonic() + LOADS_S
         self.loaded = model.loaded(())
         batch, usual = self._usual(self.loaded[0])
         if usual is None:
@@ -181,13 +176,13 @@ class WaysTrial(Trial[ChosenWays]):
         chosen: tuple[str, ...] = ()
         said = [f"on CUDA {_in_words(usual)}{_for_batch(model)}"]
         for way in self._ways:
-            if self._clock() > until:
+            if time.monotonic() > until:
                 said.append(f"{way} not tried in {LOADS_S:g} s")
                 continue
             self.loaded = None  # the device need not hold two copies
             try:
                 self.loaded = model.loaded((*chosen, way))
-                cost = self._measure(self.loaded[0], batch)
+                cost = measured(self.loaded[0], batch)
                 reason = _why_not(way, self.loaded[0], cost, usual)
             except Exception as error:  # noqa: BLE001  (runtimes have no common exception; the model is computed without this way)
                 self.loaded, reason = None, f"fails: {reason_of(error)}"
@@ -207,43 +202,35 @@ class WaysTrial(Trial[ChosenWays]):
         for size in FREE_SIZES:
             batch = {spec.name: made_up(spec, rows, size) for spec in model.interface.inputs}
             try:
-                return batch, self._measure(backend, batch)
+                return batch, measured(backend, batch)
             except Exception as error:  # noqa: BLE001  (the model may refuse made-up sizes and values)
                 logger.debug("%s: cannot compute a made-up batch: %s", model.path, error)
         return {}, None
 
 
-class CudaTrials:
-    """Chooses the ways in which models are computed on CUDA devices."""
+def load_in_best_ways(model: DeviceModel, decisions: Decisions) -> Backend:
+    """Load a copy in the fastest ways that give the usual answers. The model's configuration gets them, with the figures.
 
-    def __init__(self, decisions: Decisions, measure: Measure = measured, clock: Callable[[], float] = time.monotonic) -> None:
-        self._decisions = decisions
-        self._measure = measure
-        self._clock = clock
-
-    def load(self, model: DeviceModel) -> Backend:
-        """Load a copy in the fastest ways that give the usual answers. The model's configuration gets them, with the figures.
-
-        Raises:
-            ModelLoadError: see `OnnxRuntime.load`.
-        """
-        ways = model.open_ways()
-        if not ways:
-            return model.load(model.config, model.placement)
-        trial = WaysTrial(model, ways, self._measure, self._clock)
-        try:
-            chosen = self._decisions.of(trial) or ChosenWays((), "")  # it always decides
-            backend, config = trial.loaded or model.loaded(chosen.ways)
-        except ModelLoadError as error:
-            if model.placement.require_gpu:
-                raise
-            logger.info("%s: its ways to compute on CUDA were not tried (%s)", model.path, error)
-            return model.load(model.config, model.placement)
-        model.config.CopyFrom(config)
-        model.config.parameters[MEASURED].string_value = chosen.said
-        how = " and ".join(chosen.ways) or "the usual way"
-        logger.info("%s: is computed on CUDA by %s (%s)", model.path, how, chosen.said)
-        return backend
+    Raises:
+        ModelLoadError: see `OnnxRuntime.load`.
+    """
+    ways = model.open_ways()
+    if not ways:
+        return model.load(model.config, model.placement)
+    trial = WaysTrial(model, ways)
+    try:
+        chosen = decisions.of(trial) or ChosenWays((), "")  # it always decides
+        backend, config = trial.loaded or model.loaded(chosen.ways)
+    except ModelLoadError as error:
+        if model.placement.require_gpu:
+            raise
+        logger.info("%s: its ways to compute on CUDA were not tried (%s)", model.path, error)
+        return model.load(model.config, model.placement)
+    model.config.CopyFrom(config)
+    model.config.parameters[MEASURED].string_value = chosen.said
+    how = " and ".join(chosen.ways) or "the usual way"
+    logger.info("%s: is computed on CUDA by %s (%s)", model.path, how, chosen.said)
+    return backend
 
 
 def _why_not(way: str, backend: Backend, cost: Cost, usual: Cost) -> str | None:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from halfserve.installation import install_hint
 from halfserve.protos.certificates import NAME, certificate_sha256
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.cpu_trials import PACKAGE, CpuModel, CpuTrials, recorded_error
-from halfserve.serve.backends.cuda_trials import CudaTrials, DeviceModel
+from halfserve.serve.backends.cpu_trials import PACKAGE, CpuModel, in_best_half, recorded_error
+from halfserve.serve.backends.cuda_trials import DeviceModel, load_in_best_ways
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.onnx_runtime.onnx_preparation import HALF_TYPES, half_types
@@ -36,6 +36,7 @@ from halfserve.serve.engine.backend import (
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.disk_files import read_certificate
 from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.trials.decisions import Decisions
 from halfserve.serve.trials.recorded_samples import read_samples
 
 if TYPE_CHECKING:
@@ -171,14 +172,15 @@ class OnnxModels:
         self,
         onnx: OnnxRuntime,
         openvino: Callable[[Path], OpenVinoRuntime],
-        cpu: CpuTrials,
-        cuda: CudaTrials,
+        decisions: Decisions,
     ) -> None:
-        """`openvino` returns the second runtime for a model file, or raises a ModelLoadError if it is not installed."""
+        """`openvino` returns the second runtime for a model file, or raises a ModelLoadError if it is not installed.
+
+        `decisions` remembers in which precision, or way on CUDA, a model is fastest.
+        """
         self._onnx = onnx
         self._openvino = openvino
-        self._cpu = cpu
-        self._cuda = cuda
+        self._decisions = decisions
 
     def describe(self, path: Path) -> ModelInterface:
         return self._onnx.describe(path)
@@ -189,14 +191,8 @@ class OnnxModels:
         """
         forced = config.backend == OPENVINO_BACKEND
         if not forced and (placement.require_gpu or (placement.use_gpu and why_no_device(placement) is None)):
-            on_device = DeviceModel(
-                path=path,
-                interface=interface,
-                placement=placement,
-                config=config,
-                load=lambda config, placement: self._onnx.load(path, interface, placement, config),
-            )
-            return self._cuda.load(on_device)
+            on_device = DeviceModel(path=path, interface=interface, placement=placement, config=config, onnx=self._onnx)
+            return load_in_best_ways(on_device, self._decisions)
         forced = forced or _is_accelerated(config, path)
         own = own_parameter(config, PARAMETER, path)
         asked = placement.cpu_precision if own is None else CpuPrecision(own)
@@ -209,23 +205,18 @@ class OnnxModels:
         halves = _Question(path=path, named=named, written=written, unfit=unfit).answer(asked)
         if not forced and not halves:
             return self._onnx.load(path, interface, placement, config)
-        openvino = self._openvino(path)
         model = CpuModel(
             path=path,
             interface=interface,
             placement=placement,
             config=config,
-            in_half=lambda config, precision: openvino.load_onnx(path, interface, placement, config, precision),
-            in_float32=lambda config: (
-                openvino.load_onnx(path, interface, placement, config, CpuPrecision.FLOAT32)
-                if forced
-                else self._onnx.load(path, interface, placement, config)
-            ),
-            float32_runtime="OpenVINO" if forced else "ONNX Runtime",
+            onnx=self._onnx,
+            openvino=self._openvino(path),
+            asks_for_openvino=forced,
             samples=read_samples(path, _named(path, named), interface),
             allowed=_allowed_errors(path),
         )
-        backend = self._cpu.load(model, halves, measure=asked is CpuPrecision.AUTO)
+        backend = in_best_half(model, halves, self._decisions, measure=asked is CpuPrecision.AUTO)
         if backend is None:
             backend = model.in_float32(config)
             if forced:

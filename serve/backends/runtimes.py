@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 from halfserve.installation import install_hint
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.cpu_trials import CpuTrials
-from halfserve.serve.backends.cuda_trials import CudaTrials
 from halfserve.serve.backends.onnx_models import OnnxModels
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
@@ -46,20 +44,17 @@ class Runtimes:
         probe: CrashProbe | None = None,
         trust: Trust = NO_TRUST,
         decisions: Decisions | None = None,
-        cuda: CudaTrials | None = None,
     ) -> None:
         """Make the runtimes.
 
         `probe` loads ONNX models in another process first; None loads them without a trial. `decisions` remembers which
-        precision is faster on the CPU, and how models are computed on CUDA devices; None measures at each load. `cuda` replaces
-        the trials on CUDA devices.
+        precision is faster on the CPU, and how models are computed on CUDA devices; None measures at each load.
         """
-        decisions = decisions or Decisions()
         self._probe = probe
         self._trust = trust
         self._python = PythonRuntime()
         runtime = OnnxRuntime(probe, trust_custom_operators=trust.custom_operators)
-        self._onnx = OnnxModels(runtime, self._openvino_for, CpuTrials(decisions), cuda or CudaTrials(decisions))
+        self._onnx = OnnxModels(runtime, self._openvino_for, decisions or Decisions())
         self._torch: Runtime | None = None
         self._compiled: CompiledRuntime | None = None
         self._openvino: OpenVinoRuntime | None = None

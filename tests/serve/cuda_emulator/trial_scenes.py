@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
 import pytest
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.cuda_trials import Cost, CudaTrials, Measure, measured
+from halfserve.serve.backends import cuda_trials
+from halfserve.serve.backends.cuda_trials import Cost, measured
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntimeBackend
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.backend import Backend, DevicePlacement
@@ -63,15 +64,18 @@ def save_convolution(path: Path, kind: str = "float16") -> Path:
 
 def load(
     path: Path,
-    measure: Measure = measured,
+    measure: Callable[[Backend, Mapping[str, Array]], Cost] = measured,
     config: ModelConfig | None = None,
     *,
     decisions: Decisions | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] | None = None,
 ) -> tuple[OnnxRuntimeBackend, ModelConfig]:
-    trials = CudaTrials(decisions or Decisions(), measure, clock)
-    runtimes, config = Runtimes(cuda=trials), config or ModelConfig(max_batch_size=4)
-    backend = runtimes.load(path, runtimes.describe(path), DevicePlacement(), config)
+    runtimes, config = Runtimes(decisions=decisions), config or ModelConfig(max_batch_size=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_trials, "measured", measure)
+        if clock is not None:
+            patch.setattr(cuda_trials, "time", SimpleNamespace(monotonic=clock))
+        backend = runtimes.load(path, runtimes.describe(path), DevicePlacement(), config)
     assert isinstance(backend, OnnxRuntimeBackend)
     assert backend.provider == "CUDAExecutionProvider"
     return backend, config
