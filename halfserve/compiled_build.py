@@ -36,6 +36,7 @@ MODULES = (
     "engine.execution.short_batches",
     "engine.execution.staging",
     "engine.inference_core",
+    "engine.inputs",
     "engine.model",
     "engine.model_statistics",
     "engine.padding.mixed_lengths",

@@ -18,8 +18,9 @@ from halfserve.serve.engine.errors import (
     is_out_of_memory,
 )
 from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.inputs import RawInputs, RawLayout
 from halfserve.serve.engine.model import Model, Scheduler
-from halfserve.serve.engine.requests import Answer, InferRequest, Parameter, RawInputs, RawLayout
+from halfserve.serve.engine.requests import Answer, InferRequest, Parameter
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.observability.observability import Observer
 from halfserve.serve.observability.observed_request import Caller, ObservedRequest

@@ -25,7 +25,7 @@ from halfserve.serve.engine.errors import (
     RegionInUseError,
     UnsupportedError,
 )
-from halfserve.serve.engine.requests import DeviceBytes, Outside, RawInput, Reader
+from halfserve.serve.engine.inputs import DeviceBytes, Outside, RawInput, Reader
 from halfserve.serve.engine.resource_limits import most_regions
 from halfserve.serve.engine.tensors import Array
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX, LENGTH_PREFIX_BYTES, from_raw
