@@ -13,12 +13,11 @@ import numpy as np
 from halfserve.serve.engine.backend import Backend
 from halfserve.serve.engine.cuda_driver import Buffer, batch_buffer
 from halfserve.serve.engine.execution.device_inputs import DeviceInputs, DeviceRows
-from halfserve.serve.engine.inputs import RawInputs
 from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.padding.ragged import Ragged
 from halfserve.serve.engine.queueing.pace import padded_rows
 from halfserve.serve.engine.requests import InferRequest
-from halfserve.serve.engine.tensors import Array, Tensors
+from halfserve.serve.engine.tensors import Array, RawInputs, Tensors
 
 # From this size on, the page faults of fresh memory cost more than the copy into it.
 SCRATCH_BYTES: Final = 65_536

@@ -14,13 +14,12 @@ from halfserve.serve.engine.errors import BackendError, InferenceError, Instance
 from halfserve.serve.engine.execution.assembly import SCRATCH_BYTES, GatheredBatch, assemble, device_inputs, gather
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance, dependent_output
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
-from halfserve.serve.engine.inputs import RawInputs
 from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.padding.ragged import Ragged
 from halfserve.serve.engine.precision_guard.guard import GuardVerdict, PrecisionGuard
 from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest, RemarkedAnswer
-from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.engine.tensors import RawInputs, Tensors
 
 logger = logging.getLogger(__name__)
 
