@@ -71,6 +71,9 @@ class CompileHotPath(build_ext):
         self.modules = ",".join(COMPILED["MODULES"])
 
     def run(self) -> None:
+        if (switch := os.environ.get(COMPILED["SWITCH"], "1")) != "1":
+            _say(f"the hot path is not compiled now, as {COMPILED['SWITCH']} is {switch}")
+            return
         serve = Path(self.get_ext_fullpath(PLACEHOLDER)).parent
         stamp = serve.parent / COMPILED["STAMP"]
         modules = self.modules.split(",")
@@ -92,8 +95,6 @@ class CompileHotPath(build_ext):
         _say(f"the hot path is compiled ({len(modules)} modules, {time.monotonic() - started:.0f} s)")
 
     def _compile(self, modules: list[str]) -> None:
-        if os.environ.get(COMPILED["SWITCH"], "1") != "1":
-            raise RuntimeError(f"{COMPILED['SWITCH']} is {os.environ[COMPILED['SWITCH']]}")
         _say(f"compiling the server's hot path, {len(modules)} modules, on {os.cpu_count()} processor cores")
         self.distribution.ext_modules = self._translated(modules)
         compiler = CompileLibraries(self.distribution)  # a new command, as this one has taken note of other extensions
