@@ -138,7 +138,9 @@ class CompileHotPath(build_ext):
 
 
 def _stamp(modules: list[str], libraries: dict[str, Path]) -> str:
-    """The libraries and the sources that they were made of, as compiled_build.py compares them; empty where one is missing."""
+    """Return the libraries and the sources that they were made of, as compiled_build.py compares them; empty where one is
+    missing.
+    """
     if not all(path.is_file() for path in libraries.values()):
         return ""
     sizes = {name: path.stat().st_size for name, path in libraries.items()}
@@ -147,7 +149,7 @@ def _stamp(modules: list[str], libraries: dict[str, Path]) -> str:
 
 
 def _sources(modules: list[str]) -> Iterator[str]:
-    """The files whose change makes the compiled modules stale: their own sources, and what these import of ours.
+    """Yield the files whose change makes the compiled modules stale: their own sources, and what these import of ours.
 
     Constants of modules that are not compiled end up in the compiled code too.
     """
@@ -169,7 +171,7 @@ def _remove_libraries(serve: Path, keep: set[Path]) -> None:
 
 
 def _reason(error: BaseException | None) -> str:
-    """One short line; a compiler's own lines stand above it."""
+    """Return one short line; a compiler's own lines stand above it."""
     cause = error
     while cause is not None:
         if isinstance(cause, CalledProcessError):
