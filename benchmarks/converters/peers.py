@@ -66,7 +66,7 @@ def ours(model: bytes, keep_io: bool) -> bytes:
 
 
 def ours_searched(model: bytes, keep_io: bool) -> bytes:
-    """Convert with this project's converter and its search for nodes that must stay float32, as `halfserve convert` does with samples.
+    """Convert with this project's converter and its search for float32 nodes, as `halfserve convert` does with samples.
 
     The generated inputs of `synthetic_inputs` stay within the default budget, 1 % of an output's scale.
 
