@@ -68,13 +68,13 @@ class Sleeping:
         self.rows, self.gaps_s, self._ended = [], [], 0.0
 
     def said(self) -> str:
-        """The batches in words."""
+        """Return the batches in words."""
         gap_ms = 1e3 * statistics.median(self.gaps_s or [0.0])
         return f"{statistics.mean(self.rows):.1f} rows a batch, {gap_ms:.2f} ms between two (median)"
 
 
 def model_of(backend: Sleeping, rows: int, width: int) -> Model:
-    """A model x FP32 [rows, width] -> y FP32 [rows, 1]."""
+    """Return a model x FP32 [rows, width] -> y FP32 [rows, 1]."""
     x, y = (TensorSpec(name=name, datatype=BY_WIRE["FP32"], shape=(-1, size)) for name, size in (("x", width), ("y", 1)))
     interface = ModelInterface(inputs=(x,), outputs=(y,), batched=True)
     config, limits = ModelConfig(name="sleep", max_batch_size=rows), BatchLimits(max_rows=rows)
