@@ -124,7 +124,7 @@ def _metrics() -> str:
 
 @contextmanager
 def _server() -> Iterator[int]:
-    """A server with one small model, for as long as the block; gives its metrics port."""
+    """Provide a server with one small model, for as long as the block; gives its metrics port."""
     with tempfile.TemporaryDirectory() as folder:
         x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", 4]) for name in "xy")
         graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "relu", [x], [y])

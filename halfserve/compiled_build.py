@@ -49,7 +49,8 @@ MODULES = (
     "engine.queueing.waiting_requests",
     "engine.requests",
     "engine.tensors",
-    "observability.observed_request",
+    "observability.inference_record",
+    "observability.observer",
     "protocol.classification",
     "protocol.codec",
     "protocol.deferred_response",
@@ -107,7 +108,7 @@ class _Sources:
 
 
 def library_of(module: str) -> str:
-    """The library in serve/ that contains a module's code; the file beside the source only refers to it.
+    """Return the library in serve/ that contains a module's code; the file beside the source only refers to it.
 
     Each folder has one library: an edit recompiles only its folder, and several processor cores compile several folders.
     """

@@ -72,7 +72,7 @@ def _options(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
 
 
 def _command_line_type(annotation: Any) -> Any:
-    """A field's annotation with its `CommandLineType`, if it has one, in place of its own type."""
+    """Return a field's annotation with its `CommandLineType`, if it has one, in place of its own type."""
     metadata = getattr(annotation, "__metadata__", ())
     chosen = next((entry.type for entry in metadata if isinstance(entry, CommandLineType)), None)
     return annotation if chosen is None else Annotated[chosen, *metadata]

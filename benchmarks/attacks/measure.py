@@ -142,7 +142,7 @@ def measure(attack: Attack, seconds: float, rate: float = 50.0) -> Outcome:
 
 
 def _certificate(folder: Path) -> Tls:
-    """A certificate of the server's own, which its clients trust."""
+    """Return a certificate of the server's own, which its clients trust."""
     names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", str(folder / KEY)]
     certificate = ["-x509", "-days", "2", "-subj", "/CN=localhost", "-addext", names, "-out", str(folder / CERTIFICATE)]

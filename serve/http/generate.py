@@ -36,7 +36,7 @@ from halfserve.serve.http.json_tensors import json_pieces
 from halfserve.serve.http.request_body import BodyReader, RequestMemory, answered_or_gone, memory_held
 from halfserve.serve.http.responses import dump_json, http_status, json_text_response
 from halfserve.serve.http.routes import MODEL, VERSION, rpc_response
-from halfserve.serve.protocol.inference import AnyInference
+from halfserve.serve.protocol.inference import InferenceEntry
 from halfserve.serve.protocol.messages import split_response
 from halfserve.serve.protocol.raw_tensors import from_raw
 from halfserve.serve.protocol.rpc import INFERENCE
@@ -132,7 +132,7 @@ class Responses:
     loses the rest of its responses only if others need the memory.
     """
 
-    def __init__(self, inference: AnyInference, message: bytes, memory: RequestMemory) -> None:
+    def __init__(self, inference: InferenceEntry, message: bytes, memory: RequestMemory) -> None:
         self._inference = inference
         self._message = message
         self._memory = memory

@@ -37,7 +37,7 @@ from halfserve.serve.http.request_body import (
 )
 from halfserve.serve.http.responses import JSON_TYPE, dump_json, dump_up_to
 from halfserve.serve.http.routes import MODEL, VERSION
-from halfserve.serve.protocol.inference import AnyInference, ObservedInference
+from halfserve.serve.protocol.inference import Inference, InferenceEntry
 from halfserve.serve.protocol.large_bytes import join_unlocked
 from halfserve.serve.protocol.messages import split_response
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX_BYTES, from_raw, to_raw
@@ -145,25 +145,23 @@ class InferRoute:
         return await asyncio.to_thread(work) if size > self._limits.inline_bytes else work()
 
 
-def inference_entry(service: Service, request: Request) -> AnyInference:
-    """The entry for the inference requests of one HTTP request: as its token permits, and observed."""
-    observer = service.observability.observer
+def inference_entry(service: Service, request: Request) -> InferenceEntry:
+    """The entry for the inference requests of one HTTP request, as its token permits."""
     given: AccessGrant | None = request.scope.get(GRANT)
-    headers = dict(request.scope["headers"])
-    inference = service.inference_of(headers, service.forwarded.http, partial(client_of, request.scope))
-    if given is not None:
-        inference = given.inference(inference, peer_of(request.scope), is_charged=True)
-    if observer is None:
-        return inference
+    inference = _inference_of(service, request)
+    return inference if given is None else given.inference(inference, peer_of(request.scope), is_charged=True)
+
+
+def record_refusal(service: Service, request: Request, error: InferenceError | None, name: str, version: str = "") -> None:
+    """Record a request for a model that ends before it is queued: refused, or, with None, as its client has disconnected."""
+    _inference_of(service, request).refused(name, version, error)
+
+
+def _inference_of(service: Service, request: Request) -> Inference:
+    scope = request.scope
+    given: AccessGrant | None = scope.get(GRANT)
     holder = "" if given is None else given.holder
-    return ObservedInference(inference, observer, peer_of(request.scope), headers, holder, is_rest=True)
-
-
-def record_refusal(service: Service, request: Request, error: InferenceError, name: str, version: str = "") -> None:
-    """Record a request for a model that is refused before it is queued."""
-    service.core.figures.refuse(error)
-    asked = ModelInferRequest(model_name=name, model_version=version)
-    inference_entry(service, request).failed(asked.SerializeToString(), error)
+    return service.inference_of(peer_of(scope), dict(scope["headers"]), holder, partial(client_of, scope), is_rest=True)
 
 
 def named(request: Request) -> tuple[str, str]:

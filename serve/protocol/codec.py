@@ -17,8 +17,8 @@ from halfserve.protos.shared_memory_parameters import PARAMETERS
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.pictures.encoded_inputs import EncodedInputs, EncodedPictures
-from halfserve.serve.engine.requests import NO_PARAMETERS, LateArray, LateInputs, Parameter, RawInput, RawLayout
-from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
+from halfserve.serve.engine.requests import NO_PARAMETERS, Parameter
+from halfserve.serve.engine.tensors import ANY_SIZE, Array, LateArray, LateInputs, RawInput, RawLayout, Tensors, TensorSpec
 from halfserve.serve.protocol.messages import parse
 from halfserve.serve.protocol.raw_tensors import from_raw
 from halfserve.serve.protocol.shared_memory import (

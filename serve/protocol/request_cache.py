@@ -13,8 +13,8 @@ from typing import Any, Final
 from halfserve.protos.inference_pb2 import ModelInferResponse
 from halfserve.serve.engine.config.batching import Turn
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import Answer, Parameter, RawLayout, RemarkedAnswer
-from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.engine.requests import Answer, Parameter, RemarkedAnswer
+from halfserve.serve.engine.tensors import RawLayout, Tensors
 from halfserve.serve.protocol.classification import classify
 from halfserve.serve.protocol.codec import BYTES, RequestedOutput
 from halfserve.serve.protocol.large_bytes import join_unlocked

@@ -14,12 +14,13 @@ from google.protobuf import empty_pb2
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
 from halfserve.serve.engine.model_statistics import Reading
+from halfserve.serve.observability.inference_record import Caller
 from halfserve.serve.observability.observability import Observability
 from halfserve.serve.observability.observe_options import ObserveOptions
 from halfserve.serve.protocol import rpc as access
 from halfserve.serve.protocol import rpcs
-from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders, HeaderPattern
-from halfserve.serve.protocol.inference import Inference, WatchableInference
+from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
+from halfserve.serve.protocol.inference import Inference
 from halfserve.serve.protocol.rpc import Headers, Layer, Rpc, ServerView, layered
 from halfserve.serve.protocol.shared_memory import SharedMemory
 from halfserve.serve.protocol.shared_memory_regions import SharedMemoryMode
@@ -28,6 +29,7 @@ from halfserve.serve.protocol.status import status_name
 SERVICE = "inference.GRPCInferenceService"
 INFER_PATH = f"/{SERVICE}/ModelInfer"
 INFER_STREAM_PATH = f"/{SERVICE}/ModelStreamInfer"
+INFERENCE_PATHS = (INFER_PATH, INFER_STREAM_PATH)
 # v1 has v1alpha's messages under another package name; newer tools ask for it first.
 REFLECTION_VERSIONS = ("v1", "v1alpha")
 
@@ -105,7 +107,7 @@ class Service(ServerView):
             super().__init__(core, beside.memory, beside.observability, server_version)
         self.inference_with: Callable[[Service, Headers], Inference] | None = None
         self.forwarded = forwarded or ForwardedHeaders()
-        self.inference = Inference(core, self.memory)
+        self.inference = Inference(core, self.memory, self.observability.observer)
         self.rpcs, self.metrics = dict(rpc_table()), METRICS
 
     def spread(self, layer: Layer) -> None:
@@ -113,13 +115,22 @@ class Service(ServerView):
         self.rpcs = {path: layered(rpc, layer) for path, rpc in self.rpcs.items()}
         self.metrics = layered(self.metrics, layer)
 
-    def inference_of(self, headers: Headers, forwarded: HeaderPattern | None, client: Callable[[], str]) -> WatchableInference:
-        """Return the entry for inference requests with these headers, of the client that `client` names.
+    def inference_of(
+        self, peer: str, headers: Headers, holder: str, client: Callable[[], str], *, is_rest: bool = False
+    ) -> Inference:
+        """Return the entry for the inference requests of one caller; headers that are to be forwarded become parameters.
 
-        Headers that `forwarded` selects become parameters.
+        Args:
+            peer: address of the client.
+            headers: headers of the call.
+            holder: name of the token's holder; "" without a token.
+            client: names the client that shares threads with other clients.
+            is_rest: the call came over REST, not over gRPC.
         """
-        inference = (self.inference if self.inference_with is None else self.inference_with(self, headers)).for_client(client)
-        return inference if forwarded is None else forwarded.forwarding(inference, headers)
+        inference = self.inference if self.inference_with is None else self.inference_with(self, headers)
+        forwarded = self.forwarded.http if is_rest else self.forwarded.grpc
+        added = b"" if forwarded is None else forwarded.parameters(headers)
+        return inference.for_caller(Caller(peer, headers, holder, client, is_rest=is_rest), added)
 
     def count_connections(self, connections: Callable[[], int], calls: Callable[[], int]) -> None:
         """Register functions that return the transport's open connections and calls in flight, for the metrics."""

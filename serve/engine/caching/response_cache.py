@@ -12,17 +12,8 @@ from typing import Final
 
 import numpy as np
 
-from halfserve.serve.engine.requests import (
-    Answer,
-    BatchOutputs,
-    InferRequest,
-    LateInputs,
-    Parameter,
-    RawInputs,
-    RawLayout,
-    RemarkedAnswer,
-)
-from halfserve.serve.engine.tensors import Array, Tensors, memory_of
+from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest, Parameter, RemarkedAnswer
+from halfserve.serve.engine.tensors import Array, LateInputs, RawInputs, RawLayout, Tensors, memory_of
 
 # The form of a request (names, shapes and parameters) and its content (values), each whole or as a digest.
 RequestKey = tuple[bytes, bytes]

@@ -12,8 +12,8 @@ from halfserve.serve.engine.config.batching import Turn
 from halfserve.serve.engine.ensembles.graph import EnsembleGraph, EnsembleStep
 from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, reworded
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import Answer, Done, InferRequest, LateArray, LateInputs, Parameter, RawInputs
-from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
+from halfserve.serve.engine.requests import Answer, Done, InferRequest, Parameter
+from halfserve.serve.engine.tensors import ANY_SIZE, Array, LateArray, LateInputs, RawInputs, Tensors, TensorSpec
 
 MAX_SHAPES: Final = 1024  # most combinations of shapes whose check is kept
 Shapes: TypeAlias = tuple[tuple[int, ...] | None, ...]

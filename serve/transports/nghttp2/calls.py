@@ -10,21 +10,15 @@ from functools import partial
 from ngh2 import Header
 
 from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError, InvalidArgumentError, UnsupportedError
-from halfserve.serve.protocol.inference import (
-    AnyInference,
-    Cancel,
-    InferenceEntry,
-    ObservedInference,
-    OutcomeListener,
-)
+from halfserve.serve.protocol.inference import Cancel, InferenceEntry
 from halfserve.serve.protocol.inference_stream import ENDS_WITH_ERROR
 from halfserve.serve.protocol.messages import parse
 from halfserve.serve.protocol.rpc import Rpc, RpcCall, layered
-from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service
+from halfserve.serve.protocol.service import INFER_PATH, INFERENCE_PATHS, Service
 from halfserve.serve.protocol.status import status_of
-from halfserve.serve.security.gate import AccessGrant, Gate, client_name
+from halfserve.serve.security.client_limits import network_of
+from halfserve.serve.security.gate import AccessGrant, Gate
 from halfserve.serve.transports.grpc_framing import MessageReader, sole_message, timeout_seconds
-from halfserve.serve.transports.nghttp2.pending_requests import Call
 from halfserve.serve.transports.nghttp2.session import LARGE_BYTES, GrpcSession, OpenCall
 from halfserve.serve.transports.nghttp2.streams import InferStreamCall, StreamCall
 
@@ -126,20 +120,18 @@ class _OneMessageCall:
 class InferCall(_OneMessageCall):
     """ModelInfer: queued, and answered after its batch."""
 
-    __slots__ = ("_cancel", "_deadline_s", "_inference", "_outcomes")
+    __slots__ = ("_cancel", "_deadline_s", "_inference")
 
     def __init__(
         self,
-        session: GrpcSession,
-        stream: int,
         encoding: bytes | None,
         inference: InferenceEntry,
-        outcomes: OutcomeListener,
         time_left_s: float | None,
+        session: GrpcSession,
+        stream: int,
     ) -> None:
         super().__init__(session, stream, encoding)
         self._inference = inference
-        self._outcomes = outcomes
         self._deadline_s = None if time_left_s is None else session.heard_s + time_left_s
         self._cancel: Cancel | None = None
 
@@ -151,7 +143,7 @@ class InferCall(_OneMessageCall):
         cancel, self._cancel = self._cancel, None  # breaks a reference cycle
         if cancel is not None:
             cancel()
-            self._outcomes.gone(bytes(self._message or b""))
+            self._inference.gone(bytes(self._message or b""))
 
     def _answer(self, message: bytes | memoryview) -> None:
         self._hold(message)
@@ -167,7 +159,7 @@ class InferCall(_OneMessageCall):
             self._session.answer(self._stream, result)
 
     def _fail(self, error: Exception) -> None:
-        self._outcomes.failed(bytes(self._message or b""), error)
+        self._inference.failed(bytes(self._message or b""), error)
         super()._fail(error)
 
 
@@ -245,76 +237,26 @@ class Calls:
         service = self._service if grant is None else grant.service(self._service)
         call = RpcCall(server=service, peer=session.peer, headers=headers, grant=grant)
         encoding = headers.get(b"grpc-encoding")
-        if path == INFER_PATH:
-            return _UnaryInferOpener(service, grant, call, encoding, time_left_s)
-        if path == INFER_STREAM_PATH:
-            return _StreamInferOpener(service, grant, call, encoding, time_left_s)
+        if path in INFERENCE_PATHS:
+            if grant is None:
+                inference: InferenceEntry = service.inference_of(call.peer, headers, "", partial(network_of, call.peer))
+            else:
+                inference = grant.inference_of(service, call)
+            if path == INFER_PATH:  # by position, as this is faster
+                return partial(InferCall, encoding, inference, time_left_s)
+            name, value = ENDS_WITH_ERROR
+            return partial(
+                InferStreamCall,
+                encoding=encoding,
+                inference=inference,
+                time_left_s=time_left_s,
+                ends_with_error=headers.get(name) == value,
+            )
         rpc = self._rpcs.get(path)
         if rpc is None:
             return partial(RefusedCall, error=UnsupportedError(f"{path} is not served here; server reflection lists what is"))
         opens: type[MethodCall | StreamCall] = StreamCall if rpc.is_stream else MethodCall
         return partial(opens, encoding=encoding, rpc=rpc, call=call, time_left_s=time_left_s)
-
-
-class _InferOpener:
-    """Opens inference calls with one list of headers on one connection."""
-
-    __slots__ = ("_call", "_encoding", "_holder", "_observability", "_observed", "_plain", "_time_left_s")
-
-    def __init__(
-        self,
-        service: Service,
-        grant: AccessGrant | None,
-        call: RpcCall,
-        encoding: bytes | None,
-        time_left_s: float | None,
-    ) -> None:
-        """Make the entry for the requests of this caller, with its permissions applied to each."""
-        plain = service.inference_of(call.headers, service.forwarded.grpc, partial(client_name, grant, call.peer))
-        self._plain = plain if grant is None else grant.inference(plain, call.peer)
-        self._observed: ObservedInference | None = None
-        self._observability = service.observability
-        self._call = call
-        self._encoding = encoding
-        self._time_left_s = time_left_s
-        self._holder = "" if grant is None else grant.holder
-
-    def __call__(self, session: GrpcSession, stream: int) -> Call:
-        raise NotImplementedError
-
-
-class _UnaryInferOpener(_InferOpener):
-    """Opens unary calls. Unobserved requests are filtered here, before any object is made for them."""
-
-    __slots__ = ()
-
-    def __call__(self, session: GrpcSession, stream: int) -> Call:
-        plain, encoding, time_left_s = self._plain, self._encoding, self._time_left_s
-        observer = self._observability.observer  # may change during a connection
-        if observer is None:
-            return InferCall(session, stream, encoding, plain, plain, time_left_s)
-        observed = self._observed
-        if observed is None:
-            call = self._call
-            observed = self._observed = ObservedInference(plain, observer, call.peer, call.headers, self._holder)
-        # As in `ObservedInference.infer`; the call alone would cost 0.1 us a request.
-        observer.until -= 1
-        if observer.until and (observer.tracer is None or not observed.has_parent):
-            return InferCall(session, stream, encoding, plain, observed, time_left_s)
-        return InferCall(session, stream, encoding, observed.chosen(), observed, time_left_s)
-
-
-class _StreamInferOpener(_InferOpener):
-    __slots__ = ()
-
-    def __call__(self, session: GrpcSession, stream: int) -> Call:
-        call, observer = self._call, self._observability.observer
-        inference: AnyInference = self._plain
-        if observer is not None:
-            inference = ObservedInference(self._plain, observer, call.peer, call.headers, self._holder)
-        name, value = ENDS_WITH_ERROR
-        ends = call.headers.get(name) == value
-        return InferStreamCall(session, stream, self._encoding, inference, self._time_left_s, ends_with_error=ends)
 
 
 class RefusedCall:

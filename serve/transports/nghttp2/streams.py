@@ -14,7 +14,7 @@ from dataclasses import replace
 from google.protobuf.message import Message
 
 from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError
-from halfserve.serve.protocol.inference import AnyInference
+from halfserve.serve.protocol.inference import InferenceEntry
 from halfserve.serve.protocol.inference_stream import InferenceStream
 from halfserve.serve.protocol.messages import parse
 from halfserve.serve.protocol.rpc import Rpc, RpcCall
@@ -71,7 +71,7 @@ class InferStreamCall(_Stream):
         session: GrpcSession,
         stream: int,
         encoding: bytes | None,
-        inference: AnyInference,
+        inference: InferenceEntry,
         time_left_s: float | None,
         *,
         ends_with_error: bool = False,
