@@ -180,7 +180,7 @@ async def on_lone_surrogate(_: Request, __: Exception) -> Response:
 
 
 async def on_unexpected(request: Request, error: Exception) -> Response:
-    """Answer an unexpected error, which uvicorn logs before it closes the connection."""
+    """Answer an unexpected error, which the connection logs before it closes."""
     status, text, headers = http_status(error)
     headers["connection"] = "close"
     return error_response(status, text, headers, path=request.url.path)
