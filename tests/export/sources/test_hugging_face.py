@@ -23,7 +23,7 @@ from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.tasks.task import Task
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
-from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_loading import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
 from tests.export.hugging_face_folders import (
     LABELS,
