@@ -13,9 +13,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from halfserve.serve.engine.errors import UnavailableError
-from halfserve.serve.http.error_forms import in_form
 from halfserve.serve.http.http_options import MOMENT_S, HttpLimits, memory_of
-from halfserve.serve.http.responses import JSON_TYPE, dump_json, http_status
+from halfserve.serve.http.responses import dump_json, http_status
+from halfserve.serve.http.routing.error_forms import in_form
+from halfserve.serve.http.routing.operations import JSON_TYPE
 from halfserve.serve.http.unread_answer import LARGE_BYTES, PieceTransport, TimeLimit, UnreadAnswer
 from halfserve.serve.security.memory_budget import MemoryBudget
 from halfserve.serve.transports.read_scheduler import SMALL_BYTES, ReadScheduler
@@ -189,7 +190,7 @@ class HttpConnection(H11Protocol):
             return False
         if not cycle.response_started:
             status, text, _ = http_status(CUT_OFF)
-            self._write_error(*in_form(cycle.scope["path"], status, text, CUT_OFF))
+            self._write_error(*in_form(cycle.scope, status, text, CUT_OFF))
         cycle.disconnected = True
         self.leave()
         return True
