@@ -14,11 +14,11 @@ from typing import Any, cast
 import h11
 
 from halfserve.serve.http.answer_writer import LARGE_BYTES, AnswerWriter, TimeLimit
-from halfserve.serve.http.error_forms import in_form
 from halfserve.serve.http.guards import App, peer_of
 from halfserve.serve.http.http_options import HttpLimits, memory_of
 from halfserve.serve.http.request_parser import RequestParser, described
 from halfserve.serve.http.responses import dump_json, http_status
+from halfserve.serve.http.routing.error_forms import in_form
 from halfserve.serve.security.client_limits import network_of
 from halfserve.serve.security.memory_budget import MemoryBudget
 from halfserve.serve.transports.read_scheduler import SMALL_BYTES, ReadScheduler
@@ -174,7 +174,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             return False
         if exchange.answer is AnswerState.AWAITED:
             status, text, _ = http_status(error)
-            self._write_error(*in_form(exchange.scope["path"], status, text, error))
+            self._write_error(*in_form(exchange.scope, status, text, error))
         self._end_exchange()
         self.leave()
         return True

@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from halfserve.serve.http.answer_writer import PIECE_BYTES, AnswerWriter
-from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.http_options import HttpLimits, HttpOptions
 from halfserve.serve.http.http_server import HttpServer
 from halfserve.serve.http.rest_server import application
+from halfserve.serve.http.routing.route_table import GuardedRoute, RestRoute
 from halfserve.serve.security.memory_budget import MemoryBudget
 from halfserve.serve.security.roles import DESCRIPTION
 from halfserve.serve.security.tls import ServerTls
@@ -41,7 +41,7 @@ def test_a_large_answer_arrives_whole(server: RunningServer, requests: bytes, en
     async def large(_: Request) -> Response:
         return Response(BODY)
 
-    app = application([GuardedRoute("/large", large, DESCRIPTION)], "127.0.0.1", HttpOptions())
+    app = application([GuardedRoute(RestRoute("GET", "/large", DESCRIPTION), large)], "127.0.0.1", HttpOptions())
     listening = server.call(lambda: HttpServer(app, "127.0.0.1", 0, limits=HttpLimits()))
     port = server.run(listening.start())
     with socket.create_connection(("127.0.0.1", port), HOLD_S) as peer:
@@ -71,7 +71,7 @@ def test_an_answer_to_a_client_that_is_just_gone_leaves_no_stack_trace(
         return Response(BODY)
 
     def make() -> HttpServer:
-        app = application([GuardedRoute("/large", large, DESCRIPTION)], "127.0.0.1", HttpOptions())
+        app = application([GuardedRoute(RestRoute("GET", "/large", DESCRIPTION), large)], "127.0.0.1", HttpOptions())
         return HttpServer(app, "127.0.0.1", 0, limits=HttpLimits(), tls=ServerTls(certificates.options).context("http/1.1"))
 
     listening = server.call(make)

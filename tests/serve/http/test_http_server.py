@@ -14,11 +14,11 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.http_options import HttpLimits, HttpOptions, memory_of
 from halfserve.serve.http.http_server import HttpServer
 from halfserve.serve.http.request_body import FULL
 from halfserve.serve.http.rest_server import RestServer, application
+from halfserve.serve.http.routing.route_table import GuardedRoute, RestRoute
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.memory_budget import MemoryBudget
 from halfserve.serve.security.roles import DESCRIPTION
@@ -41,7 +41,7 @@ def limited(server: RunningServer, limits: HttpLimits) -> Iterator[tuple[str, in
 @contextmanager
 def listening(server: RunningServer, path: str, answer: Any) -> Iterator[tuple[HttpServer, int]]:
     """A server with one route, and its port."""
-    app = application([GuardedRoute(path, answer, DESCRIPTION)], "127.0.0.1", HttpOptions())
+    app = application([GuardedRoute(RestRoute("GET", path, DESCRIPTION), answer)], "127.0.0.1", HttpOptions())
     made = server.call(lambda: HttpServer(app, "127.0.0.1", 0, limits=HttpLimits()))
     port = server.run(made.start())
     try:
