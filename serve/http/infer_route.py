@@ -18,6 +18,7 @@ from starlette.responses import Response
 from halfserve.files.varint import encoded_varint
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from halfserve.protos.request_parameters import BINARY_OUTPUTS
 from halfserve.protos.shared_memory_parameters import REGION
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
@@ -47,7 +48,7 @@ from halfserve.serve.security.roles import INFERENCE
 
 T = TypeVar("T")
 RAW_ENTRY = bytes((ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | 2,))
-BINARY, BINARY_SIZE, ALL_BINARY = "binary_data", "binary_data_size", "binary_data_output"
+BINARY, BINARY_SIZE = "binary_data", "binary_data_size"
 Buffer = bytes | memoryview
 
 
@@ -218,8 +219,8 @@ def read_request(body: bytes, json_bytes: int | None, model: str, version: str) 
     content = fields.parse_object(view[:json_end])
     head = ModelInferRequest(model_name=model, model_version=version, id=fields.text(content, "id", "the request", ""))
     parameters = fields.members(content, "parameters", "the request")
-    binary_default = bool(fields.flag(parameters, ALL_BINARY, "parameters", default=False))
-    set_parameters(head.parameters, parameters, "the request", skip={ALL_BINARY})
+    binary_default = bool(fields.flag(parameters, BINARY_OUTPUTS, "parameters", default=False))
+    set_parameters(head.parameters, parameters, "the request", skip={BINARY_OUTPUTS})
     binary = _read_outputs(head, content)
     raw = _read_inputs(head, content, view[json_end:])
     return RestRequest(message=joined(head, raw), binary=binary, binary_default=binary_default)
