@@ -115,7 +115,7 @@ def _settings() -> str:
 
 def _request_parameters() -> str:
     rows = (
-        (f"`{name}`", parameter.values, parameter.meaning, "" if parameter.changes_answer else "no")
+        (f"`{name}`", parameter.values, parameter.meaning, "yes" if parameter.changes_answer else "no")
         for name, parameter in REQUEST_PARAMETERS.items()
     )
     return (
