@@ -67,6 +67,7 @@ ROOMS = {
     "transports/": "HTTP/2 and gRPC framing (libnghttp2 included)",
     "protocol/": "request and response messages",
     "engine/execution/batch.py": "rows in and out of the batch",
+    "engine/tensors.py": "rows in and out of the batch",
     "engine/requests.py": "rows in and out of the batch",
     "engine/model_statistics.py": "statistics",
     "engine/queueing/pace.py": "statistics",

@@ -26,8 +26,8 @@ from halfserve.serve.engine.backend import ModelInterface
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.queueing.pace import BatchLimits
-from halfserve.serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
-from halfserve.serve.engine.tensors import Tensors, TensorSpec
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import RawInput, RawInputs, RawLayout, Tensors, TensorSpec
 from halfserve.serve.process import infrequent_collection, short_switch_interval
 from halfserve.serve.protocol.service import INFER_PATH, Service
 from halfserve.serve.transports.nghttp2.server import Nghttp2Server

@@ -37,7 +37,7 @@ from halfserve.serve.http.responses import dump_json, http_status, json_text_res
 from halfserve.serve.http.routes import rpc_response
 from halfserve.serve.http.routing.infer_operations import EVENT_STREAM, GENERATE, GENERATE_STREAM
 from halfserve.serve.http.routing.route_table import serves_versions
-from halfserve.serve.protocol.inference import AnyInference
+from halfserve.serve.protocol.inference import InferenceEntry
 from halfserve.serve.protocol.messages import split_response
 from halfserve.serve.protocol.raw_tensors import from_raw
 from halfserve.serve.protocol.service import Service
@@ -126,7 +126,7 @@ class Responses:
     loses the rest of its responses only if others need the memory.
     """
 
-    def __init__(self, inference: AnyInference, message: bytes, memory: RequestMemory) -> None:
+    def __init__(self, inference: InferenceEntry, message: bytes, memory: RequestMemory) -> None:
         self._inference = inference
         self._message = message
         self._memory = memory

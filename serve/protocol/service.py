@@ -18,10 +18,11 @@ from halfserve.serve.engine.errors import NotFoundError, PermissionDeniedError
 from halfserve.serve.engine.hidden_steps import without_steps
 from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
 from halfserve.serve.engine.model_statistics import Reading
+from halfserve.serve.observability.inference_record import Caller
 from halfserve.serve.observability.observability import Observability
 from halfserve.serve.observability.observe_options import ObserveOptions
-from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders, HeaderPattern
-from halfserve.serve.protocol.inference import Inference, WatchableInference
+from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
+from halfserve.serve.protocol.inference import Inference
 from halfserve.serve.protocol.rpcs import (
     Health,
     RepositoryRpcs,
@@ -114,7 +115,7 @@ class Service:
             self.memory.on_lost_device = core.on_lost_device
         else:
             self.observability, self.memory = beside.observability, beside.memory
-        self.inference = Inference(core, self.memory)
+        self.inference = Inference(core, self.memory, self.observability.observer)
         settings, shared = SettingsRpcs(core, self.observability, shows_file=beside is None), SharedMemoryRpcs(self.memory)
         health = Health(core, SERVICE)
         # Methods with one message each way.
@@ -146,13 +147,22 @@ class Service:
         for path, (request, answer) in reflection_methods((SERVICE, health.SERVICE)).items():
             self.streams[path] = StreamMethod(request, answer)
 
-    def inference_of(self, headers: Headers, forwarded: HeaderPattern | None, client: Callable[[], str]) -> WatchableInference:
-        """Return the entry for inference requests with these headers, of the client that `client` names.
+    def inference_of(
+        self, peer: str, headers: Headers, holder: str, client: Callable[[], str], *, is_rest: bool = False
+    ) -> Inference:
+        """Return the entry for the inference requests of one caller; headers that are to be forwarded become parameters.
 
-        Headers that `forwarded` selects become parameters.
+        Args:
+            peer: address of the client.
+            headers: headers of the call.
+            holder: name of the token's holder; "" without a token.
+            client: names the client that shares threads with other clients.
+            is_rest: the call came over REST, not over gRPC.
         """
-        inference = (self.inference if self.inference_with is None else self.inference_with(headers)).for_client(client)
-        return inference if forwarded is None else forwarded.forwarding(inference, headers)
+        inference = self.inference if self.inference_with is None else self.inference_with(headers)
+        forwarded = self.forwarded.http if is_rest else self.forwarded.grpc
+        added = b"" if forwarded is None else forwarded.parameters(headers)
+        return inference.for_caller(Caller(peer, headers, holder, client, is_rest=is_rest), added)
 
     def may_see(self, model: str) -> bool:  # noqa: ARG002  (see LimitedService)
         """Return whether the models of this name are visible to the callers of this service."""

@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from halfserve.serve.engine.errors import InferenceError, PermissionDeniedError, UnauthenticatedError
-from halfserve.serve.protocol.inference import WatchableInference
+from halfserve.serve.protocol.inference import InferenceEntry
 from halfserve.serve.protocol.service import LimitedService, Service, StreamMethod, UnaryMethod
 from halfserve.serve.security.client_limits import ClientAllowance, ClientAllowances, GatedInference, network_of
 from halfserve.serve.security.restricted_apis import Header, RestrictedApis, check_header
@@ -220,7 +220,7 @@ class AccessGrant:
             self._count(error)
             raise
 
-    def inference(self, inference: WatchableInference, peer: str, *, is_charged: bool = False) -> WatchableInference:
+    def inference(self, inference: InferenceEntry, peer: str, *, is_charged: bool = False) -> InferenceEntry:
         """Return the entry for the inference requests of a client's address: the given one if there is nothing to check.
 
         `is_charged` is True if the requests have been charged already.

@@ -13,7 +13,7 @@ import grpc
 from grpc._cython import cygrpc
 
 from halfserve.serve.engine.errors import InferenceError, UnsupportedError
-from halfserve.serve.protocol.inference import AnyInference, ObservedInference
+from halfserve.serve.protocol.inference import InferenceEntry
 from halfserve.serve.protocol.inference_stream import ENDS_WITH_ERROR, InferenceStream
 from halfserve.serve.protocol.messages import parse
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, StreamMethod, UnaryMethod
@@ -176,17 +176,13 @@ def _infer(service: Service, given: AccessGrant | None = None) -> Callable[[byte
     return handle
 
 
-def _inference(service: Service, context: Context, given: AccessGrant | None) -> AnyInference:
-    """The inference entry of one call, with its permissions and observer applied."""
-    observer = service.observability.observer
-    headers = dict(_headers(context.invocation_metadata()))
+def _inference(service: Service, context: Context, given: AccessGrant | None) -> InferenceEntry:
+    """The inference entry of one call, with its permissions applied."""
     peer = _peer(context)
-    inference = service.inference_of(headers, service.forwarded.grpc, partial(client_name, given, peer))
-    if given is not None:
-        inference = given.inference(inference, peer)
-    if observer is None:
-        return inference
-    return ObservedInference(inference, observer, peer, headers, "" if given is None else given.holder)
+    holder = "" if given is None else given.holder
+    headers = dict(_headers(context.invocation_metadata()))
+    inference = service.inference_of(peer, headers, holder, partial(client_name, given, peer))
+    return inference if given is None else given.inference(inference, peer)
 
 
 def _peer(context: Context) -> str:

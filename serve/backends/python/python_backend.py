@@ -23,8 +23,8 @@ from halfserve.serve.backends.python_child.wire import WireTensor
 from halfserve.serve.engine.backend import RESCHEDULE, LaterAnswer, ModelInterface, Outcome, RequestBackend
 from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, UnavailableError
 from halfserve.serve.engine.execution.output_backlog import OutputBacklog
-from halfserve.serve.engine.requests import CallingExecution, InferRequest, LateInputs
-from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.engine.requests import CallingExecution, InferRequest
+from halfserve.serve.engine.tensors import LateInputs, Tensors
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.padding.ragged import Ragged
 from halfserve.serve.engine.precision_guard.guard import GuardVerdict, PrecisionGuard
-from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest, RawInputs, RemarkedAnswer
-from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest, RemarkedAnswer
+from halfserve.serve.engine.tensors import RawInputs, Tensors
 
 logger = logging.getLogger(__name__)
 

@@ -121,8 +121,7 @@ class PictureRoutes:
             record_refusal(self._service, request, error, name, version)
             raise
         except ClientDisconnect:
-            gone = ModelInferRequest(model_name=name, model_version=version).SerializeToString()
-            inference_entry(self._service, request).gone(gone)
+            record_refusal(self._service, request, None, name, version)
             raise
         rows = RowRequests(
             inference_entry(self._service, request),

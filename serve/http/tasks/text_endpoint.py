@@ -12,7 +12,6 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.serve.engine.errors import BackendError, InferenceError, NotFoundError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
@@ -153,7 +152,7 @@ class TextEndpoint:
             self.refuse(request, model.name, error)
             raise
         except ClientDisconnect:
-            inference_entry(self._service, request).gone(ModelInferRequest(model_name=model.name).SerializeToString())
+            record_refusal(self._service, request, None, model.name)
             raise
 
     async def answer(self, request: Request, size: int, write: Callable[[], bytes]) -> Response:

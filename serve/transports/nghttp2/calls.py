@@ -10,14 +10,7 @@ from functools import partial
 from ngh2 import Header
 
 from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError, InvalidArgumentError, UnsupportedError
-from halfserve.serve.protocol.inference import (
-    AnyInference,
-    Cancel,
-    InferenceEntry,
-    ObservedInference,
-    OutcomeListener,
-    WatchableInference,
-)
+from halfserve.serve.protocol.inference import Cancel, InferenceEntry
 from halfserve.serve.protocol.inference_stream import ENDS_WITH_ERROR
 from halfserve.serve.protocol.messages import parse
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, UnaryMethod
@@ -121,7 +114,7 @@ class _OneMessageCall:
 class InferCall(_OneMessageCall):
     """ModelInfer: queued, and answered after its batch."""
 
-    __slots__ = ("_cancel", "_deadline_s", "_inference", "_outcomes")
+    __slots__ = ("_cancel", "_deadline_s", "_inference")
 
     def __init__(
         self,
@@ -129,12 +122,10 @@ class InferCall(_OneMessageCall):
         stream: int,
         encoding: bytes | None,
         inference: InferenceEntry,
-        outcomes: OutcomeListener,
         time_left_s: float | None,
     ) -> None:
         super().__init__(session, stream, encoding)
         self._inference = inference
-        self._outcomes = outcomes
         self._deadline_s = None if time_left_s is None else session.heard_s + time_left_s
         self._cancel: Cancel | None = None
 
@@ -146,7 +137,7 @@ class InferCall(_OneMessageCall):
         cancel, self._cancel = self._cancel, None  # breaks a reference cycle
         if cancel is not None:
             cancel()
-            self._outcomes.gone(bytes(self._message or b""))
+            self._inference.gone(bytes(self._message or b""))
 
     def _answer(self, message: bytes | memoryview) -> None:
         if len(message) > LARGE_BYTES:
@@ -164,7 +155,7 @@ class InferCall(_OneMessageCall):
             self._session.answer(self._stream, result)
 
     def _fail(self, error: Exception) -> None:
-        self._outcomes.failed(bytes(self._message or b""), error)
+        self._inference.failed(bytes(self._message or b""), error)
         super()._fail(error)
 
 
@@ -243,10 +234,7 @@ class _InferOpener:
         "_encoding",
         "_given",
         "_headers",
-        "_holder",
-        "_observability",
-        "_observed",
-        "_plain",
+        "_inference",
         "_service",
         "_time_left_s",
     )
@@ -259,58 +247,40 @@ class _InferOpener:
         time_left_s: float | None,
         given: AccessGrant | None,
     ) -> None:
-        self._plain: WatchableInference | None = None  # made with the first call, as the peer is not known before
-        self._observed: ObservedInference | None = None
-        self._observability = service.observability
+        self._inference: InferenceEntry | None = None  # made with the first call, as the peer is not known before
         self._service = service
         self._headers = headers
         self._encoding = encoding
         self._time_left_s = time_left_s
         self._given = given  # permissions
-        self._holder = "" if given is None else given.holder
 
     def __call__(self, session: GrpcSession, stream: int) -> Call:
         raise NotImplementedError
 
-    def _opened(self, session: GrpcSession) -> WatchableInference:
+    def _opened(self, session: GrpcSession) -> InferenceEntry:
         """Make the entry for the requests of this client, with its permissions applied to each."""
-        service, given, peer = self._service, self._given, session.peer
-        plain = service.inference_of(self._headers, service.forwarded.grpc, partial(client_name, given, peer))
-        self._plain = plain = plain if given is None else given.inference(plain, peer)
-        return plain
+        given, peer = self._given, session.peer
+        holder = "" if given is None else given.holder
+        whole = self._service.inference_of(peer, self._headers, holder, partial(client_name, given, peer))
+        inference = self._inference = whole if given is None else given.inference(whole, peer)
+        return inference
 
 
 class _UnaryInferOpener(_InferOpener):
-    """Opens unary calls. Unobserved requests are filtered here, before any object is made for them."""
-
     __slots__ = ()
 
     def __call__(self, session: GrpcSession, stream: int) -> Call:
-        plain, encoding, time_left_s = self._plain, self._encoding, self._time_left_s
-        if plain is None:
-            plain = self._opened(session)
-        observer = self._observability.observer  # may change during a connection
-        if observer is None:
-            return InferCall(session, stream, encoding, plain, plain, time_left_s)
-        observed = self._observed
-        if observed is None:
-            observed = self._observed = ObservedInference(plain, observer, session.peer, self._headers, self._holder)
-        # As in `ObservedInference.infer`; the call alone would cost 0.1 us a request.
-        observer.until -= 1
-        if observer.until and (observer.tracer is None or not observed.has_parent):
-            return InferCall(session, stream, encoding, plain, observed, time_left_s)
-        return InferCall(session, stream, encoding, observed.chosen(), observed, time_left_s)
+        inference = self._inference
+        if inference is None:
+            inference = self._opened(session)
+        return InferCall(session, stream, self._encoding, inference, self._time_left_s)
 
 
 class _StreamInferOpener(_InferOpener):
     __slots__ = ()
 
     def __call__(self, session: GrpcSession, stream: int) -> Call:
-        plain = self._plain or self._opened(session)
-        observer = self._observability.observer
-        inference: AnyInference = plain
-        if observer is not None:
-            inference = ObservedInference(plain, observer, session.peer, self._headers, self._holder)
+        inference = self._inference or self._opened(session)
         name, value = ENDS_WITH_ERROR
         ends = self._headers.get(name) == value
         return InferStreamCall(session, stream, self._encoding, inference, self._time_left_s, ends_with_error=ends)

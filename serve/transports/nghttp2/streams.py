@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from google.protobuf.message import Message
 
 from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError
-from halfserve.serve.protocol.inference import AnyInference
+from halfserve.serve.protocol.inference import InferenceEntry
 from halfserve.serve.protocol.inference_stream import InferenceStream
 from halfserve.serve.protocol.messages import parse
 from halfserve.serve.protocol.service import StreamMethod
@@ -70,7 +70,7 @@ class InferStreamCall(_Stream):
         session: GrpcSession,
         stream: int,
         encoding: bytes | None,
-        inference: AnyInference,
+        inference: InferenceEntry,
         time_left_s: float | None,
         *,
         ends_with_error: bool = False,

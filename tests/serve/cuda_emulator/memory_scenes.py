@@ -23,8 +23,8 @@ from halfserve.serve.engine.execution.assembly import assemble, device_inputs
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
 from halfserve.serve.engine.execution.instance import Instance, Results, Supervision
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
-from halfserve.serve.engine.requests import DeviceBytes, InferRequest, RawInput, RawInputs, RawLayout
-from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import DeviceBytes, RawInput, RawInputs, RawLayout, Tensors
 from halfserve.serve.protocol.shared_memory import RegionBinding, RegionSlice, SharedMemory
 from halfserve.serve.protocol.shared_memory_regions import CudaRegion
 from tests.serve.backends.support import load_backend

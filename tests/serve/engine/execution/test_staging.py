@@ -16,8 +16,8 @@ from halfserve.serve.engine.background_threads import Worker
 from halfserve.serve.engine.errors import InferenceError, NotFoundError
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.staging import STAGED_BYTES
-from halfserve.serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
-from halfserve.serve.engine.tensors import Array, Tensors
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import Array, RawInput, RawInputs, RawLayout, Tensors
 from tests.serve.engine.fakes import HeldBackend
 from tests.serve.engine.fragile_copies import WAIT_S, Scene, on_loop
 

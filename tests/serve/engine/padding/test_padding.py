@@ -15,8 +15,8 @@ from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.padding.padding_rule import PaddingSettings, parse_padding_rule
 from halfserve.serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
 from halfserve.serve.engine.precision_guard.tally import Tally
-from halfserve.serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
-from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import Array, RawInput, RawInputs, RawLayout, Tensors, TensorSpec
 from tests.serve.engine.fakes import FakeBackend
 
 BAD = 999.0

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from halfserve.serve.http.request_body import RequestMemory
 from halfserve.serve.http.tasks.row_requests import ROWS_A_STEP, RowRequests
-from halfserve.serve.protocol.inference import AnyInference
+from halfserve.serve.protocol.inference import InferenceEntry
 from halfserve.serve.security.memory_budget import MemoryBudget
 
 ROWS, AT_ONCE = 200, 64
@@ -60,7 +60,7 @@ def test_a_request_of_many_rows_queues_a_few_in_each_step() -> None:
     async def run() -> list[bytes]:
         request = Request({"type": "http", "client": ("127.0.0.1", 1)}, cast("Any", asyncio.Event().wait))
         memory = RequestMemory(MemoryBudget(2**30))
-        rows = RowRequests(cast("AnyInference", entry), Maker(), range(ROWS), AT_ONCE, memory, None)
+        rows = RowRequests(cast("InferenceEntry", entry), Maker(), range(ROWS), AT_ONCE, memory, None)
         return await asyncio.wait_for(rows.gather(request), 60)
 
     assert asyncio.run(run()) == [b"answer %d" % row for row in range(ROWS)]
