@@ -40,8 +40,8 @@ from halfserve.serve.http.routing.route_table import serves_versions
 from halfserve.serve.protocol.inference import InferenceEntry
 from halfserve.serve.protocol.messages import split_response
 from halfserve.serve.protocol.raw_tensors import from_raw
+from halfserve.serve.protocol.rpc import INFERENCE
 from halfserve.serve.protocol.service import Service
-from halfserve.serve.security.roles import INFERENCE
 
 PARAMETERS = "parameters"
 Inputs = Mapping[str, Any]  # ModelMetadataResponse.TensorMetadata by name

@@ -18,8 +18,8 @@ from halfserve.serve.http.routes import rpc_done, rpc_response
 from halfserve.serve.http.routing.kserve_bodies import CudaRegionJson, LogSettingsJson, SystemRegionJson, TraceSettingsJson
 from halfserve.serve.http.routing.operations import DONE, BodyContent, DescribedAnswer, RestOperation, Tag
 from halfserve.serve.http.routing.route_table import MODEL, serves
+from halfserve.serve.protocol.rpc import LOGGING, SHARED_MEMORY, TRACE
 from halfserve.serve.protocol.service import Service
-from halfserve.serve.security.roles import LOGGING, SHARED_MEMORY, TRACE
 
 SYSTEM, CUDA = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
 REGION = "region/{region}"

@@ -6,12 +6,12 @@ Each calls the RPC of the same purpose, so that REST and gRPC share all checks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from importlib import import_module
 from typing import Any
 
+from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import Message
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -26,8 +26,7 @@ from halfserve.serve.http.routing.document import openapi_document
 from halfserve.serve.http.routing.kserve_bodies import IndexBody, LoadBody, UnloadBody
 from halfserve.serve.http.routing.operations import DONE, OF_MODEL, BodyContent, DescribedAnswer, RestOperation, Tag
 from halfserve.serve.http.routing.route_table import MODEL, VERSION, declared_by, serves, serves_versions
-from halfserve.serve.protocol.service import SERVICE, Service
-from halfserve.serve.security.roles import (
+from halfserve.serve.protocol.rpc import (
     DESCRIPTION,
     HEALTH,
     METADATA,
@@ -37,7 +36,9 @@ from halfserve.serve.security.roles import (
     REPOSITORY_CHANGE,
     REPOSITORY_INDEX,
     STATISTICS,
+    RpcCall,
 )
+from halfserve.serve.protocol.service import SERVICE, Service
 
 REPOSITORY_MODEL = "/v2/repository/models/{model}"
 FILE = "file:"
@@ -244,21 +245,12 @@ class ModelRoutes:
 
 async def rpc_response(service: Service, rpc: str, request: Message) -> Any:
     """The response message of an RPC. Raises InferenceError: the errors of the RPC."""
-    path = f"/{SERVICE}/{rpc}"
-    unary = service.unary.get(path)
-    if unary is not None:
-        return unary.answer(request)
-    # RPCs that take time are streams of one message each way.
-    return await anext(service.streams[path].answer(_only(request)))
+    return await service.rpcs[f"/{SERVICE}/{rpc}"].method(request, RpcCall(server=service))
 
 
 async def rpc_done(service: Service, rpc: str, message: Message) -> Response:
     await rpc_response(service, rpc, message)
     return json_response({})
-
-
-async def _only(request: Message) -> AsyncIterator[Any]:
-    yield request
 
 
 def _named(request: Request) -> tuple[str, str]:
@@ -298,9 +290,7 @@ class MetricsRoute:
         ),
     )
     async def answer(self, _: Request) -> Response:
-        # Imported at the first scrape, so that no start waits for it, and on a thread, so that no request does.
-        module: Any = await asyncio.to_thread(import_module, "halfserve.serve.observability.exposition")
-        body, content_type = await (self._service.exposition or partial(module.exposition, self._service.core))()
+        body, content_type = await self._service.metrics.method(Empty(), RpcCall(server=self._service))
         return Response(body, headers={"content-type": content_type, "cache-control": "no-store"})
 
 
@@ -321,6 +311,6 @@ class OpenApiRoute:
     )
     async def answer(self, _: Request) -> Response:
         if self._text is None:  # on a thread, as it takes 10 ms
-            version = self._service.server_metadata(pb.ServerMetadataRequest()).version
+            version = self._service.server_version
             self._text = dump_json(await asyncio.to_thread(openapi_document, declared_by(*self._answering, self), version))
         return json_text_response(self._text)

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from halfserve.serve.http.routing.error_forms import ErrorForm
 from halfserve.serve.http.routing.operations import RestOperation
-from halfserve.serve.security.roles import Access
+from halfserve.serve.protocol.rpc import Access
 
 MODEL: Final = "/v2/models/{model}"
 VERSION: Final = MODEL + "/versions/{version}"

@@ -24,10 +24,10 @@ from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.http.routing.error_forms import ErrorForm
 from halfserve.serve.http.routing.route_table import GuardedRoute, RestRoute, RouteTable
+from halfserve.serve.protocol.rpc import INFERENCE, METADATA, Role
 from halfserve.serve.protocol.service import SERVICE
 from halfserve.serve.security.file_reload import DAY_S
 from halfserve.serve.security.memory_budget import MemoryBudget
-from halfserve.serve.security.roles import INFERENCE, METADATA, Role
 from halfserve.serve.security.security import Security
 from halfserve.serve.security.security_options import ClientLimits, SecurityOptions
 from halfserve.serve.security.tokens import new_token
