@@ -1,4 +1,4 @@
-"""Reference pages that are written from the code when the site is built: commands, model settings, metrics, statuses, names."""
+"""Reference pages that are written from the code when the site is built, such as commands, model settings and statuses."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import halfserve
 from halfserve import cli
 from halfserve.configuration import key_of, variable
+from halfserve.protos.request_parameters import REQUEST_PARAMETERS, RESERVED_PREFIX
 from halfserve.serve.client.errors import error_of_code
 from halfserve.serve.engine import errors
 from halfserve.serve.engine.config.parameters import OWN_PARAMETERS
@@ -58,6 +59,7 @@ def write(folder: Path) -> None:
         "commands": _commands(),
         "configuration": _configuration(),
         "settings": _settings(),
+        "request_parameters": _request_parameters(),
         "metrics": _metrics(),
         "statuses": _statuses(),
         "api": _names(),
@@ -109,6 +111,18 @@ def _settings() -> str:
         'parameters { key: "halfserve.latency_target_ms" value { string_value: "50" } }\n```\n\n'
         "The server refuses a key that it does not know, and names the nearest.\n\n"
     ) + _table(("key", "default", "values", "meaning"), rows)
+
+
+def _request_parameters() -> str:
+    rows = (
+        (f"`{name}`", parameter.values, parameter.meaning, "yes" if parameter.changes_answer else "no")
+        for name, parameter in REQUEST_PARAMETERS.items()
+    )
+    return (
+        "# Request parameters\n\nEntries of `parameters` in an inference request that the server reads. They are not set from "
+        "a header, and a Python model does not find them among its `parameters`. Models get all others, whose names must not "
+        f"begin with `{RESERVED_PREFIX}`.\n\n"
+    ) + _table(("parameter", "value", "meaning", "part of the response cache's key"), rows)
 
 
 def _metrics() -> str:

@@ -11,12 +11,12 @@ from halfserve.amp_core.calling import arguments_of
 from halfserve.amp_core.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from halfserve.amp_core.policy import Policy
 from halfserve.amp_core.recorder import Record
-from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError
 from halfserve.export.module_pipeline import EXAMPLES
 from halfserve.export.repository.version_writer import FACTORY
 from halfserve.export.samples import Samples, take_samples
 from halfserve.export.sources.source import Source, factory_name
+from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.to_onnx.capture import run
 from halfserve.export.to_onnx.forward_call import call_of
 

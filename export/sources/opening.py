@@ -8,12 +8,12 @@ from pathlib import Path
 
 from halfserve.amp_core.weights.file_kinds import FileKind, WeightsError, kind_of
 from halfserve.amp_core.weights.state_dicts import described_weights, is_checkpoint, is_state_dict, weight_files
-from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.sources.checkpoint import open_checkpoint
 from halfserve.export.sources.image_libraries import LIBRARIES, open_named_model
 from halfserve.export.sources.python_modules import open_exported_program, open_factory, open_pickled_module
 from halfserve.export.sources.source import Source
+from halfserve.export.sources.source_options import SourceOptions
 
 # Windows paths have one letter before the colon.
 FACTORY = re.compile(r"\w[\w.]+:\w[\w.]*")

@@ -21,7 +21,7 @@ from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.disk_files import open_regular
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model_calls import ModelCalls
-from halfserve.serve.engine.repository.loaded_version import OwnDeclaration
+from halfserve.serve.engine.repository.model_loading import OwnDeclaration
 
 if TYPE_CHECKING:
     from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime

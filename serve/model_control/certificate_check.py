@@ -33,8 +33,8 @@ from halfserve.serve.backends.onnx_runtime.onnx_file import OnnxFile, open_onnx
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.disk_files import CertificateFile, open_regular, read_certificate
 from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.precision_guard.loading import guard_settings
-from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 
 logger = logging.getLogger(__name__)
 
@@ -90,15 +90,15 @@ def check_certificate(model: Path, declared: DeclaredConfig | None = None, key: 
     return "passed" if certificate.get("passed") is True else "failed"
 
 
-def vouched_samples(version: LoadedVersion) -> RecordedSamples | None:
+def vouched_samples(version: Model) -> RecordedSamples | None:
     """Return the samples beside a version whose certificate has been checked; None if the certificate vouches for none.
 
     Raises:
         ModelLoadError: the certificate can no longer be read.
     """
-    if VERDICT_KEY not in version.config.parameters:
+    model = version.path
+    if model is None or VERDICT_KEY not in version.config.parameters:
         return None
-    model = version.files.model
     found = _found(model)
     return None if found is None else read_samples(model, _parsed(found), version.interface)
 

@@ -16,7 +16,7 @@ from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.execution.batch import Answered
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance, dependent_output
-from halfserve.serve.engine.repository.loaded_version import LoadedVersion
+from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.resource_limits import available_bytes
 from halfserve.serve.engine.tensors import Array, Tensors
 from halfserve.serve.model_control.warm_up import WarmUpRequest, declared_requests, run_alone, sized_requests, too_large
@@ -74,7 +74,7 @@ class _NotFoundOutError(Exception):
     """The reason why batch invariance cannot be checked."""
 
 
-def check_batch_invariance(version: LoadedVersion, budget_s: float) -> None:
+def check_batch_invariance(version: Model, budget_s: float) -> None:
     """Have requests computed one by one if sharing a batch changes their answers. Two rows are computed alone and together.
 
     If the configuration sets max_batch_size, requests share batches nevertheless, and a warning is logged. If the check is not
@@ -86,7 +86,7 @@ def check_batch_invariance(version: LoadedVersion, budget_s: float) -> None:
     invariance = version.invariance
     if invariance is None or not invariance.is_safe or version.config.max_batch_size < PAIR:
         return
-    says_so = version.files.config.says_batch_size
+    says_so = version.declared.says_batch_size
     try:
         mixed = _found_mixed(version, budget_s)
     except _NotFoundOutError as error:
@@ -96,35 +96,33 @@ def check_batch_invariance(version: LoadedVersion, budget_s: float) -> None:
     if mixed is None:
         return
     logger.warning(
-        "%s/%s: output %r of a row depends on the other rows of its batch; %s. To say so from the start, set max_batch_size: 0",
-        version.files.name,
-        version.files.version,
+        "%s: output %r of a row depends on the other rows of its batch; %s. To say so from the start, set max_batch_size: 0",
+        version.label,
         mixed,
         "requests that share one change each other's answers, as max_batch_size allows" if says_so
         else "its requests are computed one by one",
-        extra={"model": f"{version.files.name}/{version.files.version}"},
+        extra={"model": version.label},
     )  # fmt: skip
     if not says_so:
         invariance.is_safe = False
 
 
-def _leave_in_doubt(version: LoadedVersion, invariance: BatchInvariance, reason: str) -> None:
+def _leave_in_doubt(version: Model, invariance: BatchInvariance, reason: str) -> None:
     if own_parameter(version.config, "halfserve.max_compute_s") is None:
         invariance.is_doubtful = True
         return
     # Comparing requests while serving could exceed halfserve.max_compute_s, and the copy would be taken out of service.
     invariance.is_safe = False
     logger.warning(
-        "%s/%s: whether rows of a batch depend on each other was not found out (%s); its requests are computed one by one. If "
+        "%s: whether rows of a batch depend on each other was not found out (%s); its requests are computed one by one. If "
         "they do not, set max_batch_size",
-        version.files.name,
-        version.files.version,
+        version.label,
         reason,
-        extra={"model": f"{version.files.name}/{version.files.version}"},
+        extra={"model": version.label},
     )
 
 
-def _found_mixed(version: LoadedVersion, budget_s: float) -> str | None:
+def _found_mixed(version: Model, budget_s: float) -> str | None:
     """Return the name of an output whose rows depend on each other; None if there is none."""
     if own_parameter(version.config, "halfserve.warm_up") is False:
         raise _NotFoundOutError("halfserve.warm_up is off")
@@ -141,7 +139,7 @@ def _found_mixed(version: LoadedVersion, budget_s: float) -> str | None:
     return mixed and dependent_output(answer, *_pair(version, inputs, seed=1))
 
 
-def _one_row(version: LoadedVersion) -> Mapping[str, Array]:
+def _one_row(version: Model) -> Mapping[str, Array]:
     """Return inputs of one row like those of the warm-up."""
     declared = declared_requests(version)
     like = declared[0] if declared else None
@@ -150,7 +148,7 @@ def _one_row(version: LoadedVersion) -> Mapping[str, Array]:
     return next(sized_requests(version, like)).inputs
 
 
-def _pair(version: LoadedVersion, row: Mapping[str, Array], *, seed: int) -> tuple[Tensors, Tensors, Tensors]:
+def _pair(version: Model, row: Mapping[str, Array], *, seed: int) -> tuple[Tensors, Tensors, Tensors]:
     """Return two rows that vary this one, and both together."""
     random, on_cpu = np.random.default_rng(seed), version.backends[0].provider in CALLING_PROVIDERS
     first, second = ({name: _varied(array, random, on_cpu=on_cpu) for name, array in row.items()} for _ in range(PAIR))
@@ -175,7 +173,7 @@ def _varied(row: Array, random: np.random.Generator, *, on_cpu: bool) -> Array:
     return np.asarray(random.standard_normal(row.shape)).astype(row.dtype)
 
 
-def _answer(version: LoadedVersion, inputs: Tensors) -> Tensors:
+def _answer(version: Model, inputs: Tensors) -> Tensors:
     """Return the answer of the first copy."""
     rows = len(next(iter(inputs.values())))
     pause()

@@ -16,6 +16,7 @@ import numpy as np
 
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.padding.mixed_lengths import BatchCosts, Measured, MixedLengths
 from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.padding.padding_rule import (
@@ -30,7 +31,6 @@ from halfserve.serve.engine.padding.padding_rule import (
 from halfserve.serve.engine.precision_guard.column_errors import OutputErrors
 from halfserve.serve.engine.precision_guard.loading import error_budget
 from halfserve.serve.engine.precision_guard.tally import is_floating
-from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.tensors import Array, Tensors
 from halfserve.serve.model_control.padding_trial import NotProvedError, OutOfTimeError, PaddingTrial, Row
 
@@ -48,7 +48,7 @@ FEWEST = 4
 TIMES = 3  # measurements of each batch; the shortest counts
 
 
-def proved_padding(version: LoadedVersion, budget_s: float, clock: Callable[[], float] = time.monotonic) -> MixedLengths | None:
+def proved_padding(version: Model, budget_s: float, clock: Callable[[], float] = time.monotonic) -> MixedLengths | None:
     """Return the component that chooses and pads requests of different lengths; None if the configuration does not ask for it.
 
     None also, with a warning, if padding changes the model's answers by more than the certificate's budget, or if that cannot
@@ -76,7 +76,7 @@ def proved_padding(version: LoadedVersion, budget_s: float, clock: Callable[[], 
     return MixedLengths(padding, BatchCosts(list(_measured(trial, settings))))
 
 
-def _configured(version: LoadedVersion) -> PaddingSettings | None:
+def _configured(version: Model) -> PaddingSettings | None:
     """Read the padding that a configuration asks for; None for none. Raises as `proved_padding`."""
     config, where = version.config, f"model {version.config.name!r}"
     rule: PaddingRule | None = own_parameter(config, KEY, where)
@@ -143,7 +143,7 @@ class _Proof:
         self.length = 0
         self.rows: list[Row] = []
         self._trial = trial
-        self._budget = error_budget(trial.version.files.model)
+        self._budget = error_budget(trial.version.path or trial.version.declared.source)
         cut = trial.settings.rule.cut
         names = [spec.name for spec in trial.version.interface.outputs]
         self._errors = {name: OutputErrors[tuple[int, int]]([axis for named, axis in cut if named == name]) for name in names}
@@ -245,7 +245,7 @@ def _is_finite(array: Array) -> bool:
     return not is_floating(array) or bool(np.isfinite(array.astype(np.float32, copy=False)).all())
 
 
-def _in_force(version: LoadedVersion, settings: PaddingSettings, reached: _Reached, budget_s: float) -> PaddingSettings:
+def _in_force(version: Model, settings: PaddingSettings, reached: _Reached, budget_s: float) -> PaddingSettings:
     """Return the settings with the proved lengths, and write them into the configuration, where clients see them."""
     longest = reached.length
     buckets = tuple(bucket for bucket in settings.buckets if bucket <= longest)
@@ -268,8 +268,8 @@ def _in_force(version: LoadedVersion, settings: PaddingSettings, reached: _Reach
     return replace(settings, buckets=buckets, longest=longest)
 
 
-def _warn(version: LoadedVersion, text: str) -> None:
-    label = f"{version.files.name}/{version.files.version}"
+def _warn(version: Model, text: str) -> None:
+    label = version.label
     logger.warning("%s: %s", label, text, extra={"model": label})
 
 

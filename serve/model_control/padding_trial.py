@@ -11,10 +11,10 @@ from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError, is_device_lost
 from halfserve.serve.engine.execution.assembly import pad_rows, padded_inputs
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
+from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.padding.padding_rule import PaddingSettings
 from halfserve.serve.engine.queueing.pace import padded_rows
-from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.model_control.trial_requests import FEW_TOKENS, TrialRequests
@@ -53,7 +53,7 @@ class PaddingTrial:
     """
 
     def __init__(
-        self, version: LoadedVersion, settings: PaddingSettings, until: float, clock: Callable[[], float] = time.monotonic
+        self, version: Model, settings: PaddingSettings, until: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.version = version
         self.settings = settings
@@ -204,4 +204,4 @@ class PaddingTrial:
             raise self._lost(error) from None
 
     def _lost(self, error: Exception) -> ModelLoadError:
-        return ModelLoadError(f"{self.version.files.model}: the device failed while padding was tried out: {error}")
+        return ModelLoadError(f"{self.version.path}: the device failed while padding was tried out: {error}")

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.padding.padding_rule import PaddingSettings
-from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 from halfserve.serve.model_control.certificate_check import vouched_samples
@@ -32,7 +32,7 @@ class TrialRequests:
         token_limit: bound of made-up tokens.
     """
 
-    def __init__(self, version: LoadedVersion, settings: PaddingSettings) -> None:
+    def __init__(self, version: Model, settings: PaddingSettings) -> None:
         """`settings`: the version's padding; the buckets and the longest length are not used."""
         self._interface = version.interface
         self._rule = settings.rule
@@ -99,7 +99,7 @@ class TrialRequests:
             tokens.flat[0] = values[-1]  # tries the largest token in each row, so that a later refusal is due to the length
         return tokens.astype(dtype)
 
-    def _recorded(self, version: LoadedVersion) -> Iterator[Tensors]:
+    def _recorded(self, version: Model) -> Iterator[Tensors]:
         """Yield the rows that `export` has recorded, if they fit the model as clients see it."""
         recorded = vouched_samples(version)
         if recorded is None:

@@ -24,7 +24,7 @@ from halfserve.serve.engine.disk_files import read_regular
 from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
 from halfserve.serve.engine.execution.short_batches import LONE_S
-from halfserve.serve.engine.repository.loaded_version import LoadedVersion
+from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.model_repository import named_file
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.resource_limits import available_bytes
@@ -63,7 +63,7 @@ class WarmUpRequest:
     def row_bytes(self, name: str) -> int:
         return self.inputs[name].nbytes // self.rows
 
-    def to_model(self, version: LoadedVersion) -> InferRequest:
+    def to_model(self, version: Model) -> InferRequest:
         """Return the request in the form that a backend takes; its answer is discarded."""
         interface = version.interface
         inputs: Tensors = {spec.name: spec.to_model(self.inputs[spec.name]) for spec in interface.inputs}
@@ -79,7 +79,7 @@ class WarmUpRequest:
         )
 
 
-def declared_requests(version: LoadedVersion) -> list[WarmUpRequest]:
+def declared_requests(version: Model) -> list[WarmUpRequest]:
     """Return the requests of the configuration's model_warmup, except those of `too_large_declared`.
 
     Raises:
@@ -89,7 +89,7 @@ def declared_requests(version: LoadedVersion) -> list[WarmUpRequest]:
     return [_declared(version, warm_up) for warm_up in version.config.model_warmup if warm_up not in left_out]
 
 
-def too_large_declared(version: LoadedVersion) -> list[ModelWarmup]:
+def too_large_declared(version: Model) -> list[ModelWarmup]:
     """Return the entries of model_warmup whose inputs alone would take more than MEMORY_SHARE of the available memory."""
     available = available_bytes()
     if available is None:
@@ -103,7 +103,7 @@ def _bytes(warm_up: ModelWarmup) -> int:
     return rows * sum(count * ((datatype and datatype.itemsize) or POINTER_BYTES) for count, datatype in elements)
 
 
-def sized_requests(version: LoadedVersion, like: WarmUpRequest | None) -> Iterator[WarmUpRequest]:
+def sized_requests(version: Model, like: WarmUpRequest | None) -> Iterator[WarmUpRequest]:
     """Yield one batch of a single row, one of the largest size, and one of every preferred size, except `too_large` ones.
 
     They repeat the first row of `like`, a request of the model's configuration. Without one, open sizes are 1 and so is every
@@ -127,7 +127,7 @@ def sized_requests(version: LoadedVersion, like: WarmUpRequest | None) -> Iterat
         )
 
 
-def too_large(version: LoadedVersion, like: WarmUpRequest | None) -> list[int]:
+def too_large(version: Model, like: WarmUpRequest | None) -> list[int]:
     """Return the batch sizes, in rows, whose inputs and outputs would take more than MEMORY_SHARE of the available memory."""
     available = available_bytes()
     if available is None:
@@ -137,13 +137,13 @@ def too_large(version: LoadedVersion, like: WarmUpRequest | None) -> list[int]:
     return [rows for rows in _sizes(version) if rows * row_bytes > available * MEMORY_SHARE]
 
 
-def _sizes(version: LoadedVersion) -> list[int]:
+def _sizes(version: Model) -> list[int]:
     if not version.config.max_batch_size:
         return [1]
     return list(dict.fromkeys([1, *version.limits.targets, *version.limits.padded_rows]))
 
 
-def _row_bytes(spec: TensorSpec, version: LoadedVersion) -> int:
+def _row_bytes(spec: TensorSpec, version: Model) -> int:
     """Return the least bytes of a row; open sizes count as 1."""
     own = _own_shape(spec, batched=version.config.max_batch_size > 0)
     return math.prod(1 if size == ANY_SIZE else size for size in own) * spec.datatype.array_dtype.itemsize
@@ -166,8 +166,8 @@ def _filled(spec: TensorSpec, shape: tuple[int, ...], value: int) -> Array:
     return np.full(shape, value, dtype)
 
 
-def _declared(version: LoadedVersion, warm_up: ModelWarmup) -> WarmUpRequest:
-    declared = version.files.config
+def _declared(version: Model, warm_up: ModelWarmup) -> WarmUpRequest:
+    declared = version.declared
     where = f"{declared.source}: model_warmup {warm_up.name!r}"
     batched = version.config.max_batch_size > 0
     rows = max(1, warm_up.batch_size)
@@ -229,7 +229,7 @@ def _from_file(spec: TensorSpec, shape: tuple[int, ...], declared: DeclaredConfi
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-def warm_up(version: LoadedVersion, budget_s: float) -> None:
+def warm_up(version: Model, budget_s: float) -> None:
     """Run every copy on the requests of its configuration, then on every batch size.
 
     After `budget_s` seconds no further size is run. A single row, and each declared request once, are always run.
@@ -265,7 +265,7 @@ def warm_up(version: LoadedVersion, budget_s: float) -> None:
             pause()
 
 
-def settle(version: LoadedVersion, backend: Backend, budget_s: float) -> None:
+def settle(version: Model, backend: Backend, budget_s: float) -> None:
     """Run every batch size on a device from the calling thread, which then computes the batches of clients.
 
     A device's runtime keeps handles and recordings by thread. The second run of a size records it, and no further size is run
@@ -288,7 +288,7 @@ def settle(version: LoadedVersion, backend: Backend, budget_s: float) -> None:
             return
 
 
-def _repeat(version: LoadedVersion, backend: Backend, request: WarmUpRequest, until: float) -> int:
+def _repeat(version: Model, backend: Backend, request: WarmUpRequest, until: float) -> int:
     """Run the request as often as it says, or until the time is over, but at least once; returns the number of runs."""
     for done in range(1, request.times + 1):
         _try(version, backend, request)
@@ -297,7 +297,7 @@ def _repeat(version: LoadedVersion, backend: Backend, request: WarmUpRequest, un
     return request.times
 
 
-def _try(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> bool:
+def _try(version: Model, backend: Backend, request: WarmUpRequest) -> bool:
     """Return whether the model has answered; a failure is an error unless the request's sizes are guessed."""
     result = run_alone(version, backend, request)
     wrong = _misfit(version, result.answers[0]) if isinstance(result, Answered) else str(result.error)
@@ -305,14 +305,14 @@ def _try(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> bo
         return True
     if request.binding:
         raise ModelLoadError(
-            f"{version.files.model}: {request.what} failed: {wrong}; mend the model, describe inputs that it can take in "
+            f"{version.path}: {request.what} failed: {wrong}; mend the model, describe inputs that it can take in "
             "model_warmup, or set the parameter halfserve.warm_up to 'off'"
         )
     _warn(version, "%s: cannot be tried out (%s); describe inputs that it can take in model_warmup", wrong)
     return False
 
 
-def run_alone(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> Answered | Failed:
+def run_alone(version: Model, backend: Backend, request: WarmUpRequest) -> Answered | Failed:
     """Run one request on a copy.
 
     Raises:
@@ -321,11 +321,11 @@ def run_alone(version: LoadedVersion, backend: Backend, request: WarmUpRequest) 
     try:
         (result,) = run_batch(backend, [request.to_model(version)], invariance=version.invariance, ragged=version.ragged)
     except InstanceLostError as error:
-        raise ModelLoadError(f"{version.files.model}: the device failed while it was tried out: {error}") from None
+        raise ModelLoadError(f"{version.path}: the device failed while it was tried out: {error}") from None
     return result
 
 
-def _misfit(version: LoadedVersion, outputs: Tensors) -> str | None:
+def _misfit(version: Model, outputs: Tensors) -> str | None:
     """Return why an answer does not fit the interface; None if it fits."""
     batched = version.config.max_batch_size > 0
     for spec in version.interface.outputs:
@@ -339,12 +339,12 @@ def _misfit(version: LoadedVersion, outputs: Tensors) -> str | None:
     return None
 
 
-def _warn(version: LoadedVersion, text: str, *values: object) -> None:
-    label = f"{version.files.name}/{version.files.version}"
+def _warn(version: Model, text: str, *values: object) -> None:
+    label = version.label
     logger.warning(text, label, *values, extra={"model": label})
 
 
-def short_sizes(version: LoadedVersion) -> dict[int, float]:
+def short_sizes(version: Model) -> dict[int, float]:
     """Measure batches of growing size until one is not short, so that the first short batches of clients run on the event loop.
 
     Returns batch rows -> least seconds that a batch takes on the slowest copy; nothing if requests may differ in shape or time,
@@ -366,7 +366,7 @@ def short_sizes(version: LoadedVersion) -> dict[int, float]:
     return sizes
 
 
-def _shortest_s(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> float:
+def _shortest_s(version: Model, backend: Backend, request: WarmUpRequest) -> float:
     """Return the seconds of the fastest of RUNS runs, stopped early if the first ones are too long; inf if the model fails.
 
     The time is that of the clock: a runtime with threads of its own keeps this thread waiting, and would keep the event loop.

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
-from halfserve.serve.protocol.codec import RESERVED
+from halfserve.protos.request_parameters import REQUEST_PARAMETERS, RESERVED_PREFIX
 
 CASE_SENSITIVE = "(?-i)"  # Triton's spelling at a pattern's start; Python's syntax allows it only with a group
 # The transport's own headers, which Triton does not show as metadata either, and parameters that this server would obey.
-NEVER = re.compile(rf":.*|grpc-.*|te|content-type|{RESERVED.pattern}")
+NEVER = re.compile("|".join((":.*", "grpc-.*", "te", "content-type", f"{RESERVED_PREFIX}.*", *REQUEST_PARAMETERS)))
 
 
 class HeaderPattern:

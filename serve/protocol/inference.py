@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.protos.request_parameters import EMPTY_FINAL
 from halfserve.serve.engine.errors import (
     BackendError,
     InferenceError,
@@ -23,7 +24,6 @@ from halfserve.serve.engine.tensors import RawInputs, RawLayout, Tensors
 from halfserve.serve.observability.inference_record import Caller, InferenceRecord
 from halfserve.serve.observability.observer import Observer
 from halfserve.serve.protocol.codec import (
-    EMPTY_FINAL,
     decode_inputs,
     input_slices,
     parameters_of_request,

@@ -9,6 +9,7 @@ import time
 from itertools import count
 from typing import Final
 
+from halfserve.protos.request_parameters import SEQUENCE_ID, SEQUENCE_START
 from halfserve.serve.engine.batcher import SHUTTING_DOWN, Batcher
 from halfserve.serve.engine.config.sequence_batching import SequencePlan
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnavailableError
@@ -21,7 +22,7 @@ from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.sequences.sequence import Sequence, SequenceId, Step
 from halfserve.serve.engine.sequences.sequence_runner import SequenceRunner
 from halfserve.serve.engine.sequences.slot_batches import SlotBatches
-from halfserve.serve.engine.sequences.step_inputs import SEQUENCE_ID, SEQUENCE_START, ControlTensors, StepInputs, sequence_of
+from halfserve.serve.engine.sequences.step_inputs import ControlTensors, StepInputs, sequence_of
 from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.backend import OPENVINO, Backend, DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import InstanceLostError, InvalidArgumentError, ModelLoadError
-from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_loading import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.tensors import ANY_SIZE
 from tests.models import save_mlp, save_model, save_table

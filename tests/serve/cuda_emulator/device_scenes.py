@@ -29,7 +29,7 @@ from halfserve.serve.engine.cuda_driver import DRIVER_NAMES
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.execution.instance import Instance
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_loading import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
 from tests.serve.backends.python.python_models import X_TO_Y, save_python_model, serving
 from tests.serve.cuda_emulator.conftest import DEVICES

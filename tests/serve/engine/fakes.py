@@ -86,4 +86,5 @@ def held_model(
     config.name = name
     interface = ModelInterface(inputs=(x,), outputs=(y,), batched=True, open_ended=open_ended)
     backends = [backend, *others]
-    return Model(name=name, version=1, interface=interface, config=config, backends=backends, limits=bounds, short_s=short_s)
+    model = Model(name=name, version=1, interface=interface, config=config, backends=backends, limits=bounds, short_s=short_s)
+    return model.start()

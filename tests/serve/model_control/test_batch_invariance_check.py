@@ -19,7 +19,8 @@ from onnx import NodeProto, TensorProto, helper
 
 from halfserve.serve.engine.execution.batch import Answered, Failed
 from halfserve.serve.engine.execution.batch_invariance import ALIKE, differ
-from halfserve.serve.engine.repository.loaded_version import LoadedVersion
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.repository.model_loading import started
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.tensors import Array
 from halfserve.serve.model_control import checks, warm_up
@@ -91,18 +92,18 @@ INDEPENDENT = {
 }  # fmt: skip
 
 
-def looked_at(root: Path, config: str = WAITS) -> LoadedVersion:
+def looked_at(root: Path, config: str = WAITS) -> Model:
     version = loaded(root, config)
     check_batch_invariance(version, budget_s=60)
     return version
 
 
-def joins(version: LoadedVersion) -> bool:
+def joins(version: Model) -> bool:
     assert version.invariance is not None
     return version.invariance.is_safe
 
 
-def is_in_doubt(version: LoadedVersion) -> bool:
+def is_in_doubt(version: Model) -> bool:
     assert version.invariance is not None
     return version.invariance.is_doubtful
 
@@ -201,7 +202,7 @@ def test_clients_that_ask_at_once_get_what_each_gets_alone(tmp_path: Path, confi
             x = triton.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.full((1, 4), factor, np.float32))
             answers.append(client.infer("m", [x]).as_numpy("y").tolist())
 
-    with running_server(lambda: [loader().load(files).model()]) as server:
+    with running_server(lambda: [started(loader().load(files))]) as server:
         threads = [threading.Thread(target=ask, args=(server.address, factor)) for factor in (1.0, -7.0)]
         for thread in threads:
             thread.start()

@@ -22,7 +22,7 @@ from halfserve.serve.engine.backend import Backend, BackendView, DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load_version
+from halfserve.serve.engine.repository.model_loading import load_version, started
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.tensors import Array, Tensors
 from halfserve.serve.model_control.padding_check import proved_padding
@@ -34,7 +34,7 @@ from tests.serve.running_server import running_server
 node = helper.make_node
 
 
-def loaded(root: Path, runtime: Runtime | None = None) -> LoadedVersion:
+def loaded(root: Path, runtime: Runtime | None = None) -> Model:
     (files,) = find_models(root)
     return loader(runtime=runtime).load(files)
 
@@ -182,7 +182,7 @@ def test_a_bucket_beyond_the_models_positions_is_clipped(tmp_path: Path, caplog:
     assert version.config.parameters["halfserve.padding_proved"].string_value == "40"
     assert "m/1: the padding buckets 16,64,128 exceed the model, which takes 40; 16,40 are in force" in caplog.text
     tokens = np.arange(1, 31)[None]
-    with running_server(lambda: [version.model()]) as server, triton.InferenceServerClient(server.address) as client:
+    with running_server(lambda: [started(version)]) as server, triton.InferenceServerClient(server.address) as client:
         answer = client.infer("m", tensors(tokens)).as_numpy("y")
     assert np.allclose(answer, table()[tokens].mean(1) + table()[:30].sum(0), atol=1e-4)
 
@@ -433,7 +433,7 @@ def test_requests_of_many_lengths_get_what_they_get_alone(tmp_path: Path, runtim
             return list(await asyncio.gather(*(client.infer("m", tensors(tokens)) for tokens in asked)))
 
     def make() -> list[Model]:
-        return [loaded(tmp_path, runtime).model()]
+        return [started(loaded(tmp_path, runtime))]
 
     with running_server(make) as server:
         answers = asyncio.run(ask(server.address))

@@ -20,7 +20,8 @@ from halfserve.serve.engine.backend import Backend, DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import BackendError, ModelLoadError
 from halfserve.serve.engine.execution.short_batches import LONE_S
-from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load_version
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.repository.model_loading import load_version, started
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
@@ -308,7 +309,7 @@ class Slow:
         return self._backend.run(inputs)
 
 
-def loaded(root: Path, make: Callable[[Path], Path] = save_mlp, config: str = "") -> LoadedVersion:
+def loaded(root: Path, make: Callable[[Path], Path] = save_mlp, config: str = "") -> Model:
     make(root / "m" / "1" / "model.onnx")
     if config:
         (root / "m" / "config.pbtxt").write_text(config)
@@ -316,7 +317,7 @@ def loaded(root: Path, make: Callable[[Path], Path] = save_mlp, config: str = ""
     return loader().load(files)
 
 
-def slow(root: Path, clock: Clock) -> tuple[LoadedVersion, Slow]:
+def slow(root: Path, clock: Clock) -> tuple[Model, Slow]:
     preferred = "dynamic_batching { preferred_batch_size: [4, 8, 16] }"
     version = loaded(root, config="max_batch_size: 32 " + preferred)
     backend = Slow(version.backends[0], clock)
@@ -373,7 +374,7 @@ def test_the_loader_finds_sizes_that_are_short(
 
 def test_a_first_batch_known_to_be_short_runs_on_the_event_loop(tmp_path: Path, clock: Clock) -> None:
     version, backend = slow(tmp_path, clock)
-    model = replace(version, short_s=short_sizes(version)).model()
+    model = started(replace(version, short_s=short_sizes(version)))
 
     async def first(rows: int) -> int:
         answered = asyncio.Event()

@@ -25,6 +25,7 @@ from halfserve.serve.engine.backend import ONNX
 from halfserve.serve.engine.config.model_config import OPERATOR_PACKAGES
 from halfserve.serve.engine.config.parameters import ignored_settings
 from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.repository.model_loading import started
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.model_control.control_options import ControlMode
 from tests.serve.model_control.controlled import controlled_server, loader
@@ -78,7 +79,7 @@ def client_of(repository: Path, *, trust: bool = False) -> Iterator[Any]:
     loading = loader(runtime=OnnxRuntime(probe, trust_custom_operators=trust))
     try:
         with (
-            running_server(lambda: [loading.load(files).model() for files in find_models(repository)]) as server,
+            running_server(lambda: [started(loading.load(files)) for files in find_models(repository)]) as server,
             triton.InferenceServerClient(server.address) as client,
         ):
             yield client

@@ -29,7 +29,7 @@ from halfserve.serve.engine.execution.memory_limit import MemoryLimit
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.pace import CONFIDENT, BatchLimits, Pace
-from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load_version
+from halfserve.serve.engine.repository.model_loading import load_version, started
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
@@ -50,7 +50,7 @@ def save_detector(path: Path, rows: str = "n", found: str = "n") -> Path:
     return save_model(path, nodes, [("x", TensorProto.FLOAT, [rows, 4])], [("y", TensorProto.INT64, [found, 2])])
 
 
-def loaded(root: Path, config: str = WAITS, runtime: Runtime | None = None) -> LoadedVersion:
+def loaded(root: Path, config: str = WAITS, runtime: Runtime | None = None) -> Model:
     (root / "m" / "config.pbtxt").write_text(config)
     (files,) = find_models(root)
     return load_version(files, runtime or OnnxRuntime(), DevicePlacement(use_gpu=False, threads=1), Defaults())
@@ -154,7 +154,7 @@ def test_two_clients_of_a_detector_get_their_own_objects(tmp_path: Path, found: 
     def models() -> list[Model]:
         version = loaded(tmp_path)
         warm_up(version, 5.0)
-        return [version.model()]
+        return [started(version)]
 
     answers: dict[str, list[list[int]]] = {}
 

@@ -21,7 +21,7 @@ from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.execution.short_batches import ShortBatches
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_loading import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.transports.grpc_framing import frame

@@ -1,10 +1,9 @@
-"""Loads one version of a model from its files."""
+"""Loads a model version from its files, and starts it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
@@ -12,7 +11,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 from halfserve.protos.datatypes import BY_CONFIG
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.protos.pictures import PREPROCESSING, PicturePreparation
-from halfserve.serve.engine.backend import ENSEMBLE, PYTHON, Backend, DevicePlacement, ModelInterface, ModelKind, Runtime
+from halfserve.serve.engine.backend import ENSEMBLE, PYTHON, DevicePlacement, ModelInterface, ModelKind, Runtime
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.batching import batch_limits
 from halfserve.serve.engine.config.instance_groups import complete_groups, load_copies
@@ -33,12 +32,9 @@ from halfserve.serve.engine.ensembles.run import EnsembleScheduler
 from halfserve.serve.engine.errors import ModelLoadError, UnmetStepsError
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
-from halfserve.serve.engine.padding.ragged import Ragged, ragged_interface, read_ragged
+from halfserve.serve.engine.padding.ragged import ragged_interface, read_ragged
 from halfserve.serve.engine.pictures.encoded_inputs import LACKING
-from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.precision_guard.loading import make_guard
-from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.repository.model_repository import (
     CONFIG_FILE,
     ModelFiles,
@@ -110,65 +106,10 @@ class DeclaringRuntime(Protocol):
         """
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadedVersion:
-    """A model version that is ready to run, but not served yet.
+def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement, defaults: Defaults) -> Model:
+    """Read, check and load one model version, with every copy that its configuration asks for; it is not started yet.
 
-    Attributes:
-        files: its files on disk.
-        sequences: controls, states and slots of its sequences; None for a model without sequences.
-        mixed: see `Model`; None also if padding has not been proved yet.
-
-    The other attributes are those of the `Model`.
-    """
-
-    files: ModelFiles
-    interface: ModelInterface
-    config: ModelConfig
-    backends: Sequence[Backend]
-    limits: BatchLimits
-    labels: Mapping[str, Sequence[str]]
-    pictures: Mapping[str, PicturePreparation] = field(default_factory=dict)
-    guard: PrecisionGuard | None = None
-    reload: Callable[[int], Backend] | None = None
-    short_s: Mapping[int, float] = field(default_factory=dict)
-    invariance: BatchInvariance | None = None
-    sequences: SequencePlan | None = None
-    mixed: MixedLengths | None = None
-    ragged: Ragged | None = None
-
-    def model(self) -> Model:
-        """Make the served model with its queue and counters. May be called on any thread; the model then belongs to the event
-        loop.
-        """
-        model = Model(
-            name=self.files.name,
-            version=self.files.version,
-            interface=self.interface,
-            config=self.config,
-            backends=self.backends,
-            limits=self.limits,
-            labels=self.labels,
-            pictures=self.pictures,
-            path=self.files.model,
-            guard=self.guard,
-            reload=self.reload,
-            short_s=self.short_s,
-            invariance=self.invariance,
-            mixed=self.mixed,
-            ragged=self.ragged,
-        )
-        if self.sequences is not None:
-            model.scheduler = sequence_scheduler(model, self.sequences)
-            if model.is_decoupled:
-                model.scheduler = DecoupledRequests(model.name, model.scheduler, model.statistics)
-        elif self.interface.kind is PYTHON:
-            _take_whole_requests(model)
-        return model
-
-
-def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement, defaults: Defaults) -> LoadedVersion:
-    """Read, check and load one model version, with every copy that its configuration asks for. May be called on any thread.
+    May be called on any thread. Padding is not proved, so that the model pads nothing.
 
     Raises:
         ModelLoadError: the file or its configuration cannot be used; the message names it and the reason.
@@ -204,8 +145,12 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
     config.parameters["halfserve.precision"].string_value = backends[0].precision
     pause()
     seen = client_interface(config, shown)
-    return LoadedVersion(
-        files=files,
+    label = f"{files.name}/{files.version}"
+    return Model(
+        name=files.name,
+        version=files.version,
+        path=files.model,
+        declared=files.config,
         interface=seen,
         config=config,
         backends=backends,
@@ -219,25 +164,41 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
             files.model,
             runtime,
             places[0],
-            label=f"{files.name}/{files.version}",
+            label=label,
             interface=interface,
             config=config,
             source=files.config.source,
         ),
         reload=as_loaded.guarded(lambda number: runtime.load(files.model, interface, places[number], config)),
-        invariance=BatchInvariance(f"{files.name}/{files.version}") if config.max_batch_size and has_rows else None,
+        invariance=BatchInvariance(label) if config.max_batch_size and has_rows else None,
         sequences=sequences,
         ragged=ragged,
     )
 
 
 def load_model(files: ModelFiles, runtime: Runtime, placement: DevicePlacement, defaults: Defaults) -> Model:
-    """Load a version and make its model.
+    """Load a version and start it, without trying it out.
 
     Raises:
         ModelLoadError: see `load_version`.
     """
-    return load_version(files, runtime, placement, defaults).model()
+    return started(load_version(files, runtime, placement, defaults))
+
+
+def started(model: Model) -> Model:
+    """Start a loaded model, and give it the schedulers that its configuration asks for. May be called on any thread."""
+    model.start()
+    if model.sequences is not None:
+        model.scheduler = sequence_scheduler(model, model.sequences)
+    elif model.interface.kind is PYTHON:
+        # Batch only if the configuration asks for it, as Triton does.
+        one_by_one = not model.config.HasField("dynamic_batching")
+        model.scheduler = WholeRequests(model.name, model.batcher, model.statistics, one_by_one=one_by_one)
+    else:
+        return model
+    if model.is_decoupled:  # it may answer as often as it wants
+        model.scheduler = DecoupledRequests(model.name, model.scheduler, model.statistics)
+    return model
 
 
 def read_labels(declared: DeclaredConfig) -> dict[str, list[str]]:
@@ -268,13 +229,6 @@ def _read_state(declared: DeclaredConfig, name: str, what: str) -> bytes:
         return read_regular(path)
     except OSError as error:
         raise ModelLoadError(f"{what} {name!r}: cannot read {STATE_FOLDER}/{name}: {error.strerror}") from None
-
-
-def _take_whole_requests(model: Model) -> None:
-    """Batch only if the configuration asks for it, as Triton does, and let a decoupled model answer as often as it wants."""
-    one_by_one = not model.config.HasField("dynamic_batching")
-    scheduler = WholeRequests(model.name, model.batcher, model.statistics, one_by_one=one_by_one)
-    model.scheduler = DecoupledRequests(model.name, scheduler, model.statistics) if model.is_decoupled else scheduler
 
 
 def read_pictures(files: ModelFiles, interface: ModelInterface) -> dict[str, PicturePreparation]:
@@ -332,7 +286,8 @@ def load_ensemble(files: ModelFiles, defaults: Defaults) -> Model:
         limits=batch_limits(config, defaults),
         labels=read_labels(files.config),
         path=files.model,
-    )
+        declared=files.config,
+    ).start()
     composition = EnsembleComposition(graph, config, source, files.version)
     model.composition = composition
     model.scheduler = EnsembleScheduler(composition, model.statistics)

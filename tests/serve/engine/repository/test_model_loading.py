@@ -14,7 +14,7 @@ from halfserve.serve.backends.onnx_runtime.onnx_preparation import UPCAST, retyp
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults, config_from_json
 from halfserve.serve.engine.errors import BackendError, ModelLoadError
-from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_loading import load_model
 from halfserve.serve.engine.repository.model_repository import find_model, find_models
 from tests.models import save_mlp, save_model
 from tests.serve.engine.model_folders import load, write_versions
