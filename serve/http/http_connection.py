@@ -16,7 +16,7 @@ import h11
 from halfserve.serve.http.answer_writer import LARGE_BYTES, AnswerWriter, TimeLimit
 from halfserve.serve.http.guards import App, peer_of
 from halfserve.serve.http.http_options import HttpLimits, memory_of
-from halfserve.serve.http.request_parser import RequestParser, described
+from halfserve.serve.http.request_parser import CLIENT_GONE, RequestParser, described
 from halfserve.serve.http.responses import dump_json, http_status
 from halfserve.serve.http.routing.error_forms import in_form
 from halfserve.serve.security.client_limits import network_of
@@ -341,6 +341,7 @@ class Exchange:
         """Tell the application that the client is gone, and drop what it still sends."""
         self.answer = AnswerState.OVER
         self._news.set()
+        self.scope[CLIENT_GONE].set_result(None)
 
     async def run(self) -> None:
         """Run the application, and answer with an error if it does not answer."""
@@ -370,6 +371,8 @@ class Exchange:
         if self.answer is AnswerState.OVER:
             return {"type": "http.disconnect"}
         body, self._body = bytes(self._body), bytearray()
+        if not self.more_body:
+            self._connection.take_body()  # to notice when the client goes
         return {"type": "http.request", "body": body, "more_body": self.more_body}
 
     async def send(self, message: Any) -> None:

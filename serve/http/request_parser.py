@@ -8,6 +8,8 @@ from urllib.parse import unquote
 
 import h11
 
+# The key, in a request's scope, of a future that is done when the client is gone or answered.
+CLIENT_GONE = "halfserve.client_gone"
 LENGTHS = {b"content-length", b"transfer-encoding"}
 
 
@@ -33,7 +35,7 @@ class RequestParser(h11.Connection):
 
 
 def described(request: h11.Request, transport: asyncio.BaseTransport) -> dict[str, Any]:
-    """Return ASGI's description of a request, its scope."""
+    """Return ASGI's description of a request, its scope, with a future for CLIENT_GONE."""
     raw_path, _, query_string = request.target.partition(b"?")
     return {
         "type": "http",
@@ -49,6 +51,7 @@ def described(request: h11.Request, transport: asyncio.BaseTransport) -> dict[st
         "query_string": query_string,
         "headers": list(request.headers),
         "state": {},
+        CLIENT_GONE: asyncio.get_running_loop().create_future(),
     }
 
 

@@ -109,8 +109,9 @@ def test_connections_over_the_limit_get_503_and_retry_after(server: RunningServe
         b"GET /v2 HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
         b"POST /v2 HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
         b"GET /v2 HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 50_000,
+        b"HEAD /v2 HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
     ],
-    ids=["tls", "two-hosts", "two-lengths", "long"],
+    ids=["tls", "two-hosts", "two-lengths", "long", "head"],
 )
 def test_invalid_http_is_answered_and_not_logged(rest: RestServer, words: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_connection(("127.0.0.1", rest.port)) as peer:
@@ -130,6 +131,28 @@ def test_an_unexpected_error_is_logged_and_not_sent(server: RunningServer, caplo
     assert (answer.status_code, answer.json()) == (500, {"error": "the server failed on this request; its log says why"})
     assert answer.headers["connection"] == "close"
     assert "/secret/path" in caplog.text
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_an_application_that_stops_short_ends_its_connection(
+    server: RunningServer, caplog: pytest.LogCaptureFixture, begins: bool
+) -> None:
+    async def stop_short(_: Any, __: Any, send: Any) -> None:
+        if begins:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+
+    made = server.call(lambda: HttpServer(stop_short, "127.0.0.1", 0, limits=HttpLimits()))
+    with socket.create_connection(("127.0.0.1", server.run(made.start())), HOLD_S) as peer, peer.makefile("rb") as answer:
+        peer.sendall(LIVE)
+        said = answer.read()  # until the end
+    server.run(made.stop(1))
+    if begins:
+        assert said.endswith(b"begun\r\n"), "the client must see that the answer is not whole"
+    else:
+        assert said.startswith(b"HTTP/1.1 500 ")
+        assert said.endswith(b'{"error":"the server failed on this request; its log says why"}')
+    assert "the application ended before its answer was complete" in caplog.text
 
 
 def test_websockets_are_answered_as_what_they_also_are(http: httpx.Client) -> None:
