@@ -1,4 +1,4 @@
-"""Chooses the reader for a source: a factory, a folder, or a file, whose kind its first bytes show; reads checkpoints itself."""
+"""Chooses the reader for a source: a factory, a folder, or a file, whose kind its first bytes show. Reads checkpoints."""
 
 from __future__ import annotations
 
