@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 
 import onnx_ir
@@ -16,6 +17,9 @@ CONVERTED = "halfserve.converted"
 _BY, _SETTINGS, _GRAPH = f"{CONVERTED}.by", f"{CONVERTED}.settings", f"{CONVERTED}.graph"
 _SIMPLE_ATTRIBUTES = frozenset(AttributeType[name] for name in ("FLOAT", "FLOATS", "INT", "INTS", "STRING", "STRINGS"))
 
+_ALWAYS = ("keep_io_types", "keep_fp32_ops", "keep_fp32_nodes", "repair")
+_OF_OWN_RULES = ("dtype", "target_device", "upgrade_opset")  # the opset is in the graph's fingerprint
+
 
 def mark(model: onnx_ir.Model, settings: ConversionSettings) -> None:
     """Write version, settings and the graph's fingerprint into the metadata of a converted model."""
@@ -26,13 +30,21 @@ def mark(model: onnx_ir.Model, settings: ConversionSettings) -> None:
 
 
 def summary(settings: ConversionSettings) -> str:
-    """Return all settings but the type in one line, the same for equal ones; targets "any" and "cpu" are one for float16."""
-    kept = settings.keep_io_types if isinstance(settings.keep_io_types, bool) else ",".join(settings.keep_io_types)
-    return (
-        f"keep_io_types={kept} keep_fp32_ops={','.join(settings.keep_fp32_ops)} "
-        f"keep_fp32_nodes={','.join(settings.keep_fp32_nodes)} repair={settings.repair}"
-        f"{f' target={settings.target_device}' if settings.half.has_float32_range or settings.target_device == 'cuda' else ''}"
-    )
+    """Return all settings but the type in one line, the same for equal ones; targets "any" and "cpu" are one for float16.
+
+    A field that is neither of the four first nor has a rule of its own is shown where it is not the default, so that the marks
+    of older versions, which did not know it, stay valid.
+    """
+    parts = [f"{name}={_shown(getattr(settings, name))}" for name in _ALWAYS]
+    if settings.half.has_float32_range or settings.target_device == "cuda":
+        parts.append(f"target={settings.target_device}")
+    others = (field for field in fields(ConversionSettings) if field.name not in {*_ALWAYS, *_OF_OWN_RULES})
+    values = ((field, getattr(settings, field.name)) for field in others)
+    return " ".join([*parts, *(f"{field.name}={_shown(value)}" for field, value in values if value != field.default)])
+
+
+def _shown(value: object) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def is_marked(model: onnx_ir.Model, settings: ConversionSettings) -> bool:
