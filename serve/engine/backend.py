@@ -327,17 +327,3 @@ class Runtime(Protocol):
             ModelLoadError: a setting is invalid, the runtime refuses the model, or there is no GPU and one is required.
         """
         ...
-
-
-class OnnxOnOpenVino(Protocol):
-    """A runtime that computes ONNX files in a precision of the CPU."""
-
-    def load_onnx(
-        self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig, precision: CpuPrecision
-    ) -> Backend:
-        """Load one copy of an ONNX file; see `Runtime.load`. The `precision` AUTO means float32.
-
-        Raises:
-            ModelLoadError: see `Runtime.load`.
-        """
-        ...

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -22,17 +21,18 @@ from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.model_loading import load_ensemble, load_version, started
 from halfserve.serve.engine.repository.model_repository import ModelFiles
-from halfserve.serve.model_control.certificate_check import VERDICT_KEY, check_certificate
-from halfserve.serve.model_control.checks import check_batch_invariance, require_memory
-from halfserve.serve.model_control.padding_check import proved_padding
-from halfserve.serve.model_control.warm_up import settle, short_sizes, warm_up
+from halfserve.serve.model_control.certificate_check import check_certificate
+from halfserve.serve.model_control.memory_check import require_memory
+from halfserve.serve.trials.at_load import try_out
+from halfserve.serve.trials.recorded_samples import VERDICT_KEY
+from halfserve.serve.trials.tried_version import TriedVersion
+from halfserve.serve.trials.warm_up import settle
 
 logger = logging.getLogger(__name__)
 
 
 T = TypeVar("T")
 AGAIN_S = 1.0  # seconds until the next attempt to start a thread
-QUICK_S = 1.0
 
 
 class GivenUp:
@@ -221,13 +221,7 @@ class VersionLoader:
             _report_ignored(model)
             _report_certificate(model, verdict)
             pause()
-            began = time.monotonic()
-            warm_up(model, self.warm_up_budget_s)
-            check_batch_invariance(model, self.warm_up_budget_s)
-            is_quick = time.monotonic() - began < QUICK_S  # batches of a slow model are not short, and need not be measured
-            if is_quick:
-                model.short_s = short_sizes(model)
-            model.mixed = proved_padding(model, self.warm_up_budget_s)
+            try_out(TriedVersion(model, self.warm_up_budget_s))
         except MemoryError:
             raise ModelLoadError(f"{files.model}: not enough memory to load it; unload another model first") from None
         return model
@@ -246,9 +240,10 @@ class VersionLoader:
         loaded = self.load(files)
         again = None if loaded.reload is None else partial(self._reloaded, loaded, loaded.reload)
         model = started(replace(loaded, reload=again))  # a copy: `again` must not refer to the model that has it
+        tried = TriedVersion(loaded, self.warm_up_budget_s)
         try:
             for instance in model.batcher.instances:
-                instance.settle(lambda backend: settle(model, backend, self.warm_up_budget_s))
+                instance.settle(partial(settle, tried))
         except BaseException:
             for instance in model.batcher.instances:
                 instance.stop()
@@ -257,7 +252,7 @@ class VersionLoader:
 
     def _reloaded(self, model: Model, again: Callable[[int], Backend], number: int) -> Backend:
         backend = again(number)
-        settle(model, backend, self.warm_up_budget_s)
+        settle(TriedVersion(model, self.warm_up_budget_s), backend)
         return backend
 
 

@@ -18,7 +18,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
-from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashVerdictCache
+from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.session_settings import packaged_library
 from halfserve.serve.engine.backend import ONNX
@@ -28,6 +28,7 @@ from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.repository.model_loading import started
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.model_control.control_options import ControlMode
+from halfserve.serve.trials.decisions import Decisions
 from tests.serve.model_control.controlled import controlled_server, loader
 from tests.serve.running_server import running_server
 
@@ -75,7 +76,7 @@ def save_image_mean(folder: Path) -> None:
 @contextmanager
 def client_of(repository: Path, *, trust: bool = False) -> Iterator[Any]:
     """A server on a repository, loaded as `halfserve serve` does, crash probe included."""
-    probe = CrashProbe(CrashVerdictCache(None))
+    probe = CrashProbe(Decisions())
     loading = loader(runtime=OnnxRuntime(probe, trust_custom_operators=trust))
     try:
         with (

@@ -33,7 +33,8 @@ from halfserve.serve.engine.repository.model_loading import load_version, starte
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
-from halfserve.serve.model_control.warm_up import warm_up
+from halfserve.serve.trials.tried_version import TriedVersion
+from halfserve.serve.trials.warm_up import warm_up
 from tests.models import save_mlp, save_model, save_picky
 from tests.serve.engine.fakes import FakeBackend, HeldBackend
 from tests.serve.engine.scene import Answers, on_loop
@@ -64,7 +65,7 @@ def test_the_warm_up_shows_that_rows_are_not_rows(tmp_path: Path, caplog: pytest
     save_detector(tmp_path / "m" / "1" / "model.onnx")
     version = loaded(tmp_path, runtime=runtime)
     assert version.invariance is not None
-    warm_up(version, 5.0)
+    warm_up(TriedVersion(version, 5.0))
     assert not version.invariance.is_safe
     assert "m/1: output 'y' has shape [4, 2] for 1 rows; its requests are computed one by one from now on" in caplog.text
     assert len(caplog.records) == 1
@@ -141,7 +142,7 @@ def test_memory_that_does_not_hold_a_request_is_said_to_be_the_reason() -> None:
 def test_a_batch_invariant_model_is_batched(tmp_path: Path) -> None:
     save_mlp(tmp_path / "m" / "1" / "model.onnx")
     version = loaded(tmp_path)
-    warm_up(version, 5.0)
+    warm_up(TriedVersion(version, 5.0))
     assert version.invariance is not None
     assert version.invariance.is_safe
 
@@ -153,7 +154,7 @@ def test_two_clients_of_a_detector_get_their_own_objects(tmp_path: Path, found: 
 
     def models() -> list[Model]:
         version = loaded(tmp_path)
-        warm_up(version, 5.0)
+        warm_up(TriedVersion(version, 5.0))
         return [started(version)]
 
     answers: dict[str, list[list[int]]] = {}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnx import NodeProto, TensorProto, helper
 
+from halfserve.serve.engine.backend import Backend
 from halfserve.serve.engine.execution.batch import Answered, Failed
 from halfserve.serve.engine.execution.batch_invariance import ALIKE, differ
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.model_loading import started
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.tensors import Array
-from halfserve.serve.model_control import checks, warm_up
-from halfserve.serve.model_control.checks import check_batch_invariance
-from halfserve.serve.model_control.warm_up import run_alone
+from halfserve.serve.trials import tried_version
+from halfserve.serve.trials.batch_invariance_check import check_batch_invariance
+from halfserve.serve.trials.tried_version import TrialBatch, TriedVersion
 from tests.models import save_mlp, save_model, save_picky
 from tests.serve.engine.execution.test_batch_invariance import WAITS, loaded
 from tests.serve.model_control.controlled import loader
@@ -94,7 +93,7 @@ INDEPENDENT = {
 
 def looked_at(root: Path, config: str = WAITS) -> Model:
     version = loaded(root, config)
-    check_batch_invariance(version, budget_s=60)
+    check_batch_invariance(TriedVersion(version, budget_s=60))
     return version
 
 
@@ -146,7 +145,7 @@ def test_where_nothing_is_joined_or_tried_out_nothing_is_said(
 
 
 def test_nothing_is_run_that_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_up, "available_bytes", lambda: 1)
+    monkeypatch.setattr(tried_version, "available_bytes", lambda: 1)
     version = looked_at(CENTRED.save(tmp_path))
     assert joins(version)
     assert is_in_doubt(version)
@@ -171,20 +170,19 @@ def test_where_a_look_could_take_a_copy_down_requests_stay_apart(tmp_path: Path,
 
 
 def test_a_model_that_takes_long_is_not_run_for_longer_than_there_is_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     version = loaded(CENTRED.save(tmp_path), WAITS)
-    now_s, ran = 0.0, []
+    ran = list[float]()
 
-    def slowly(*arguments: Any) -> Answered | Failed:
-        nonlocal now_s
-        now_s += 10
-        ran.append(now_s)
-        return run_alone(*arguments)
+    class Slow(TriedVersion):
+        def run(self, backend: Backend, batch: TrialBatch) -> Answered | Failed:
+            ran.append(10.0 * (len(ran) + 1))
+            return super().run(backend, batch)
 
-    monkeypatch.setattr(checks, "run_alone", slowly)
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    check_batch_invariance(version, budget_s=15)
+    tried = Slow(version, budget_s=15)
+    tried.clock = lambda: ran[-1] if ran else 0.0
+    check_batch_invariance(tried)
     assert ran == [10, 20]
     assert joins(version)
     assert is_in_doubt(version)

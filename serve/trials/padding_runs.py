@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from halfserve.serve.engine.backend import CALLING_PROVIDERS
@@ -11,13 +10,13 @@ from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError, is_device_lost
 from halfserve.serve.engine.execution.assembly import pad_rows, padded_inputs
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
-from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.padding.padding_rule import PaddingSettings
 from halfserve.serve.engine.queueing.pace import padded_rows
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
-from halfserve.serve.model_control.trial_requests import FEW_TOKENS, TrialRequests
+from halfserve.serve.trials.padding_rows import FEW_TOKENS, PaddingRows
+from halfserve.serve.trials.tried_version import TriedVersion
 
 SHORTEST = (1, 2, 4, 8)  # the first lengths to try
 EACH = 2  # rows of each length, from which together the size of an output's columns is determined
@@ -41,36 +40,31 @@ class Row:
     alone: Tensors
 
 
-class PaddingTrial:
+class PaddingRuns:
     """Runs rows on a version's first copy.
 
+    Methods that run the model raise OutOfTimeError if not enough time is left, and ModelLoadError if the device is lost.
+
     Attributes:
-        version: the loaded model version.
+        model: the loaded version.
         settings: its padding; the buckets and the longest length are not used.
         until: end of the allowed time, in seconds of the clock.
         refusal: the model's latest error for a single row.
         requests: makes the rows' requests.
     """
 
-    def __init__(
-        self, version: Model, settings: PaddingSettings, until: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.version = version
+    def __init__(self, tried: TriedVersion, settings: PaddingSettings, until: float) -> None:
+        self.model = tried.model
         self.settings = settings
         self.until = until
         self.refusal = ""
-        self.requests = TrialRequests(version, settings)
-        self._clock = clock
+        self.requests = PaddingRows(tried, settings)
+        self._clock = tried.clock
         self._largest, self._token_s = 0, 0.0  # tokens of the largest run, and seconds per token in it
 
     def short_rows(self) -> list[Row]:
-        """Return EACH rows of every length in SHORTEST that the model takes, in rising length.
-
-        Raises:
-            OutOfTimeError: not enough time is left.
-            ModelLoadError: the device was lost.
-        """
-        if self.version.backends[0].provider in CALLING_PROVIDERS and not self.requests.has_samples:
+        """Return EACH rows of every length in SHORTEST that the model takes, in rising length."""
+        if self.model.backends[0].provider in CALLING_PROVIDERS and not self.requests.has_samples:
             self.requests.token_limit = TOKENS
             if not self.rows(SHORTEST[-1], 0):
                 self.requests.token_limit = FEW_TOKENS
@@ -85,9 +79,6 @@ class PaddingTrial:
         """Return rows of a length with their answers alone: one row for each value that an integer of the row may have.
 
         There are none if the model does not take the length. A value that it refuses while it takes another is not tried again.
-
-        Raises:
-            ModelLoadError: the device was lost.
         """
         taken = {}
         for says_length in self.requests.says_length:
@@ -107,12 +98,7 @@ class PaddingTrial:
                 yield row
 
     def longest_taken(self, taken: int, refused: int) -> int:
-        """Return the longest length that the model takes: at least `taken`, and below `refused`, which it does not take.
-
-        Raises:
-            OutOfTimeError: not enough time is left.
-            ModelLoadError: the device was lost.
-        """
+        """Return the longest length that the model takes: at least `taken`, and below `refused`, which it does not take."""
         # The longest length is most often a power of two: it and the length after it are tried before the middle of the
         # interval.
         guess, after = 2 * taken, 1
@@ -134,14 +120,12 @@ class PaddingTrial:
 
         Raises:
             NotProvedError: the rows cannot be computed together.
-            OutOfTimeError: not enough time is left.
-            ModelLoadError: the device was lost.
         """
-        sizes = self.version.limits.padded_rows
+        sizes = self.model.limits.padded_rows
         count = padded_rows(len(rows), sizes) if sizes else len(rows)
         self.require_time(count * length)
-        backend, requests = self.version.backends[0], [row.request for row in rows]
-        padding = Padding(replace(self.settings, buckets=(length,)), [spec.name for spec in self.version.interface.inputs])
+        backend, requests = self.model.backends[0], [row.request for row in rows]
+        padding = Padding(replace(self.settings, buckets=(length,)), [spec.name for spec in self.model.interface.inputs])
         pause()
         started = self._clock()
         try:
@@ -160,8 +144,6 @@ class PaddingTrial:
 
         Raises:
             NotProvedError: the model refuses the batch.
-            OutOfTimeError: not enough time is left.
-            ModelLoadError: the device was lost.
         """
         self.require_time(len(requests) * length)
         result = self._run(requests)
@@ -199,9 +181,9 @@ class PaddingTrial:
     def _run(self, requests: Sequence[InferRequest]) -> Answered | Failed:
         pause()
         try:
-            return run_batch(self.version.backends[0], list(requests))[0]
+            return run_batch(self.model.backends[0], list(requests))[0]
         except InstanceLostError as error:
             raise self._lost(error) from None
 
     def _lost(self, error: Exception) -> ModelLoadError:
-        return ModelLoadError(f"{self.version.path}: the device failed while padding was tried out: {error}")
+        return ModelLoadError(f"{self.model.path}: the device failed while padding was tried out: {error}")

@@ -25,9 +25,10 @@ from halfserve.serve.engine.repository.model_loading import load_version, starte
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
-from halfserve.serve.model_control import version_loading as loader_module
-from halfserve.serve.model_control import warm_up as module
-from halfserve.serve.model_control.warm_up import short_sizes, warm_up
+from halfserve.serve.trials import at_load
+from halfserve.serve.trials import tried_version as module
+from halfserve.serve.trials.tried_version import TriedVersion
+from halfserve.serve.trials.warm_up import short_sizes, warm_up
 from tests.models import save_mlp, save_model, save_picky, save_unbatched
 from tests.serve.model_control.controlled import loader
 
@@ -64,7 +65,7 @@ def tried_out(root: Path, config: str = "", budget_s: float = 5.0) -> Ran:
     ran: Ran = []
     placement = DevicePlacement(use_gpu=False, threads=1)
     (files,) = find_models(root)
-    warm_up(load_version(files, WatchedRuntime(ran), placement, Defaults()), budget_s)
+    warm_up(TriedVersion(load_version(files, WatchedRuntime(ran), placement, Defaults()), budget_s))
     return ran
 
 
@@ -248,7 +249,7 @@ class Lost(Watched):
 def test_an_answer_that_does_not_come_or_fit_is_refused(tmp_path: Path, backend: type[Watched], text: str) -> None:
     version = loaded(tmp_path)
     with pytest.raises(ModelLoadError, match=text):
-        warm_up(replace(version, backends=[backend(version.backends[0], [])]), 5.0)
+        warm_up(TriedVersion(replace(version, backends=[backend(version.backends[0], [])]), 5.0))
 
 
 def test_the_log_is_silent_where_all_is_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -326,7 +327,7 @@ def slow(root: Path, clock: Clock) -> tuple[Model, Slow]:
 
 def test_sizes_are_tried_until_one_is_not_short(tmp_path: Path, clock: Clock) -> None:
     version, backend = slow(tmp_path, clock)
-    found = short_sizes(version)
+    found = short_sizes(TriedVersion(version, 5.0))
     assert list(found) == [1, 4]
     assert all(0 < seconds <= LONE_S for seconds in found.values())
     assert backend.runs == 1, "nothing larger, and that one no second time"
@@ -341,12 +342,12 @@ def test_a_runtime_that_keeps_its_caller_waiting_is_not_short(tmp_path: Path, mo
 
     monkeypatch.setattr(module, "time", time)  # whose clock can only say that it was longer
     version = loaded(tmp_path)
-    assert short_sizes(replace(version, backends=[Waiting(version.backends[0], Clock())])) == {}
+    assert short_sizes(TriedVersion(replace(version, backends=[Waiting(version.backends[0], Clock())]), 5.0)) == {}
 
 
 @pytest.mark.usefixtures("clock")
 def test_a_model_that_takes_long_is_not_run_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_module, "QUICK_S", 0.0)
+    monkeypatch.setattr(at_load, "QUICK_S", 0.0)
     assert loaded(tmp_path).short_s == {}
 
 
@@ -374,7 +375,7 @@ def test_the_loader_finds_sizes_that_are_short(
 
 def test_a_first_batch_known_to_be_short_runs_on_the_event_loop(tmp_path: Path, clock: Clock) -> None:
     version, backend = slow(tmp_path, clock)
-    model = started(replace(version, short_s=short_sizes(version)))
+    model = started(replace(version, short_s=short_sizes(TriedVersion(version, 5.0))))
 
     async def first(rows: int) -> int:
         answered = asyncio.Event()
@@ -401,4 +402,4 @@ def test_a_model_that_fails_on_guessed_inputs_has_no_short_batches(tmp_path: Pat
             raise BackendError(f"not {len(inputs)} of those")
 
     version = loaded(tmp_path, save_picky)
-    assert short_sizes(replace(version, backends=[Failing(version.backends[0], clock)])) == {}
+    assert short_sizes(TriedVersion(replace(version, backends=[Failing(version.backends[0], clock)]), 5.0)) == {}

@@ -11,13 +11,13 @@ from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.padding.padding_rule import PaddingSettings
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
-from halfserve.serve.model_control.certificate_check import vouched_samples
-from halfserve.serve.model_control.warm_up import declared_requests
+from halfserve.serve.trials.recorded_samples import vouched_samples
+from halfserve.serve.trials.tried_version import TriedVersion
 
 FEW_TOKENS = 4  # bound of made-up tokens at first, and on a device, which an index out of range could break
 
 
-class TrialRequests:
+class PaddingRows:
     """Makes requests of one row for a model version.
 
     A row is cut or repeated from a sample: a request of model_warmup whose padded inputs are read from files, or a row that
@@ -32,17 +32,16 @@ class TrialRequests:
         token_limit: bound of made-up tokens.
     """
 
-    def __init__(self, version: Model, settings: PaddingSettings) -> None:
+    def __init__(self, tried: TriedVersion, settings: PaddingSettings) -> None:
         """`settings`: the version's padding; the buckets and the longest length are not used."""
-        self._interface = version.interface
+        self._interface = tried.model.interface
         self._rule = settings.rule
-        self._padding = Padding(settings, [spec.name for spec in version.interface.inputs])
-        declared = declared_requests(version)
-        self._shapes = {name: array.shape for request in declared[:1] for name, array in request.inputs.items()}
-        given = [request.inputs for request in declared if request.from_files >= self._padding.inputs.keys()]
-        given += self._recorded(version)
+        self._padding = Padding(settings, [spec.name for spec in self._interface.inputs])
+        self._shapes = {name: array.shape for batch in tried.declared[:1] for name, array in batch.inputs.items()}
+        given = [batch.inputs for batch in tried.declared if batch.from_files >= self._padding.inputs.keys()]
+        given += self._recorded(tried.model)
         self._samples = [self._without_padding(sample) for sample in given if self._tokens_of(sample).any()]
-        counts = [spec.name for spec in version.interface.inputs if self._may_be_length(spec)]
+        counts = [spec.name for spec in self._interface.inputs if self._may_be_length(spec)]
         self._lengths = [name for name in counts if all((one[name] == self._length(one)).all() for one in self._samples)]
         self.says_length: tuple[bool, ...] = (True, False) if counts and not self._samples else (False,)
         self.token_limit = FEW_TOKENS
@@ -99,9 +98,9 @@ class TrialRequests:
             tokens.flat[0] = values[-1]  # tries the largest token in each row, so that a later refusal is due to the length
         return tokens.astype(dtype)
 
-    def _recorded(self, version: Model) -> Iterator[Tensors]:
+    def _recorded(self, model: Model) -> Iterator[Tensors]:
         """Yield the rows that `export` has recorded, if they fit the model as clients see it."""
-        recorded = vouched_samples(version)
+        recorded = vouched_samples(model)
         if recorded is None:
             return
         specs = self._interface.inputs

@@ -22,10 +22,12 @@ from halfserve.serve.engine.backend import Backend, BackendView, DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
 from halfserve.serve.engine.repository.model_loading import load_version, started
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.tensors import Array, Tensors
-from halfserve.serve.model_control.padding_check import proved_padding
+from halfserve.serve.trials.padding_check import proved_padding
+from halfserve.serve.trials.tried_version import TriedVersion
 from tests.models import save_model
 from tests.serve.model_control.controlled import loader
 from tests.serve.padded_models import RULE, SIZE, VOCABULARY, expected, save_masked_mean, save_pooled, table, write_config
@@ -215,6 +217,12 @@ class Slow(BackendView):
         self.clock += inputs["tokens"].size
         return self._backend.run(inputs)
 
+    def proved(self, version: Model, budget_s: float) -> MixedLengths | None:
+        """Try to prove the padding of a version that has this backend."""
+        tried = TriedVersion(replace(version, backends=[self]), budget_s)
+        tried.clock = lambda: self.clock
+        return proved_padding(tried)
+
 
 @pytest.mark.parametrize(
     ("parameters", "said"),
@@ -233,10 +241,9 @@ def test_lengths_that_the_time_is_too_short_for_are_not_padded(
     version = loaded(tmp_path)
     caplog.clear()
     slow = Slow(version.backends[0])
-    version = replace(version, backends=[slow])
     if parameters:
         version.config.parameters["halfserve.padding_buckets"].string_value = parameters["halfserve.padding_buckets"]
-    mixed = proved_padding(version, 500.0, lambda: slow.clock)
+    mixed = slow.proved(version, 500.0)
     assert mixed is not None
     assert said in caplog.text
     assert mixed.padding.settings.longest == int(version.config.parameters["halfserve.padding_proved"].string_value)
@@ -245,8 +252,8 @@ def test_lengths_that_the_time_is_too_short_for_are_not_padded(
 
 def test_without_time_for_any_length_nothing_is_padded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_masked_mean(tmp_path / "m")
-    slow = Slow(loaded(tmp_path).backends[0])
-    assert proved_padding(replace(loaded(tmp_path), backends=[slow]), 20.0, lambda: slow.clock) is None
+    version = loaded(tmp_path)
+    assert Slow(version.backends[0]).proved(version, 20.0) is None
     assert "finding out whether padding changes its answers takes too long" in caplog.text
 
 
@@ -385,7 +392,7 @@ def test_padding_settles_whether_rows_may_share_a_batch(tmp_path: Path) -> None:
     version = load_version(files, OnnxRuntime(), DevicePlacement(use_gpu=False, threads=1), Defaults())
     assert version.invariance is not None
     version.invariance.is_doubtful = True
-    assert proved_padding(version, budget_s=20.0) is not None
+    assert proved_padding(TriedVersion(version, budget_s=20.0)) is not None
     assert not version.invariance.is_doubtful
 
 

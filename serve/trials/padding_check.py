@@ -7,9 +7,7 @@ Longer requests are not padded. Afterwards the duration of batches is measured, 
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,9 +30,8 @@ from halfserve.serve.engine.precision_guard.column_errors import OutputErrors
 from halfserve.serve.engine.precision_guard.loading import error_budget
 from halfserve.serve.engine.precision_guard.tally import is_floating
 from halfserve.serve.engine.tensors import Array, Tensors
-from halfserve.serve.model_control.padding_trial import NotProvedError, OutOfTimeError, PaddingTrial, Row
-
-logger = logging.getLogger(__name__)
+from halfserve.serve.trials.padding_runs import NotProvedError, OutOfTimeError, PaddingRuns, Row
+from halfserve.serve.trials.tried_version import TriedVersion
 
 FIRST_LENGTH = 8
 STEP, SHORT_STEP = 4, 2  # factor from one tried length to the next
@@ -48,37 +45,39 @@ FEWEST = 4
 TIMES = 3  # measurements of each batch; the shortest counts
 
 
-def proved_padding(version: Model, budget_s: float, clock: Callable[[], float] = time.monotonic) -> MixedLengths | None:
+def proved_padding(tried: TriedVersion) -> MixedLengths | None:
     """Return the component that chooses and pads requests of different lengths; None if the configuration does not ask for it.
 
     None also, with a warning, if padding changes the model's answers by more than the certificate's budget, or if that cannot
-    be determined within `budget_s` seconds. Buckets that are longer than the model takes, or than could be tried in that time,
+    be determined within the budget. Buckets that are longer than the model takes, or than could be tried in that time,
     are replaced, with a warning. The version must be warmed up.
 
     Raises:
         ModelLoadError: the configuration's padding does not fit the model, or the device was lost.
     """
-    settings = _configured(version)
+    model = tried.model
+    settings = _configured(model)
     if settings is None:
         return None
-    began = clock()
-    trial = PaddingTrial(version, settings, began + budget_s * PROOF_SHARE, clock)
+    began, budget_s = tried.clock(), tried.budget_s
+    runs = PaddingRuns(tried, settings, began + budget_s * PROOF_SHARE)
     try:
-        reached = _proved(trial)
+        reached = _proved(tried, runs)
     except NotProvedError as error:
-        _warn(version, f"it is served without padding, so requests of different lengths do not share batches: {error}")
+        text = "%s: it is served without padding, so requests of different lengths do not share batches: %s"
+        tried.warn(text, error)
         for key in (KEY, BUCKETS_KEY, TOKENS_KEY):
-            version.config.parameters.pop(key, None)  # clients see the settings in force
+            model.config.parameters.pop(key, None)  # clients see the settings in force
         return None
-    settings = _in_force(version, settings, reached, budget_s)
-    trial.until = began + budget_s
-    padding = Padding(settings, [spec.name for spec in version.interface.inputs])
-    return MixedLengths(padding, BatchCosts(list(_measured(trial, settings))))
+    settings = _in_force(tried, settings, reached)
+    runs.until = began + budget_s
+    padding = Padding(settings, [spec.name for spec in model.interface.inputs])
+    return MixedLengths(padding, BatchCosts(list(_measured(runs, settings))))
 
 
-def _configured(version: Model) -> PaddingSettings | None:
+def _configured(model: Model) -> PaddingSettings | None:
     """Read the padding that a configuration asks for; None for none. Raises as `proved_padding`."""
-    config, where = version.config, f"model {version.config.name!r}"
+    config, where = model.config, f"model {model.config.name!r}"
     rule: PaddingRule | None = own_parameter(config, KEY, where)
     if rule is None:
         idle = [key for key in (BUCKETS_KEY, TOKENS_KEY) if key in config.parameters]
@@ -87,7 +86,7 @@ def _configured(version: Model) -> PaddingSettings | None:
         return None
     if not config.max_batch_size:
         raise ModelLoadError(f"{where}: {KEY} is set, but the model has no batch dimension; remove it")
-    require_fit(rule, version.interface, where)
+    require_fit(rule, model.interface, where)
     buckets: tuple[int, ...] | None = own_parameter(config, BUCKETS_KEY, where)
     return PaddingSettings(rule=rule, buckets=buckets or (), max_tokens=own_parameter(config, TOKENS_KEY, where))
 
@@ -100,22 +99,17 @@ class _Reached:
     is_cut_short: bool = False
 
 
-def _proved(trial: PaddingTrial) -> _Reached:
-    """Compare rows that are padded to rising lengths with their answers alone.
-
-    Raises:
-        NotProvedError: padding changes an answer, or whether it does cannot be determined.
-        ModelLoadError: the device was lost.
-    """
-    version = trial.version
-    if own_parameter(version.config, "halfserve.warm_up") is False:
+def _proved(tried: TriedVersion, runs: PaddingRuns) -> _Reached:
+    """Compare rows that are padded to rising lengths with their answers alone; NotProvedError says what is not proved."""
+    invariance = tried.model.invariance
+    if tried.is_off:
         raise NotProvedError("halfserve.warm_up is off, and whether padding changes its answers was not tried")
-    if version.invariance is not None and not version.invariance.is_safe:
+    if invariance is not None and not invariance.is_safe:
         raise NotProvedError("the rows of a batch depend on each other")
-    proof = _Proof(trial)
+    proof = _Proof(runs)
     is_cut_short = False
     try:
-        proof.rows = trial.short_rows()
+        proof.rows = runs.short_rows()
         for length in proof.lengths():
             if not proof.reach(length):
                 break
@@ -123,11 +117,11 @@ def _proved(trial: PaddingTrial) -> _Reached:
         if not proof.length:
             raise NotProvedError("finding out whether padding changes its answers takes too long") from None
         # Nothing is left to prove for a model that takes no longer row.
-        is_cut_short = bool(trial.rows(proof.length + 1, 0))
+        is_cut_short = bool(runs.rows(proof.length + 1, 0))
     if not proof.length:
-        raise NotProvedError(f"it does not take what can be guessed ({trial.refusal}); describe a request in model_warmup")
-    if version.invariance is not None:
-        version.invariance.is_doubtful = False  # these rows have shared batches
+        raise NotProvedError(f"it does not take what can be guessed ({runs.refusal}); describe a request in model_warmup")
+    if invariance is not None:
+        invariance.is_doubtful = False  # these rows have shared batches
     return _Reached(proof.length, is_cut_short)
 
 
@@ -139,18 +133,18 @@ class _Proof:
         rows: rows that share batches with the next, longer rows, in rising length.
     """
 
-    def __init__(self, trial: PaddingTrial) -> None:
+    def __init__(self, runs: PaddingRuns) -> None:
         self.length = 0
         self.rows: list[Row] = []
-        self._trial = trial
-        self._budget = error_budget(trial.version.path or trial.version.declared.source)
-        cut = trial.settings.rule.cut
-        names = [spec.name for spec in trial.version.interface.outputs]
+        self._runs = runs
+        self._budget = error_budget(runs.model.path or runs.model.declared.source)
+        cut = runs.settings.rule.cut
+        names = [spec.name for spec in runs.model.interface.outputs]
         self._errors = {name: OutputErrors[tuple[int, int]]([axis for named, axis in cut if named == name]) for name in names}
 
     def lengths(self) -> Iterator[int]:
         """Yield the lengths to pad rows to, in rising order; with smaller steps if the time is short."""
-        settings = self._trial.settings
+        settings = self._runs.settings
         if settings.buckets:
             yield from settings.buckets
             return
@@ -159,7 +153,7 @@ class _Proof:
         length = min(FIRST_LENGTH, longest)
         yield length
         while length < longest:
-            step = STEP if self._trial.has_time(self._tokens(STEP * length)) else SHORT_STEP
+            step = STEP if self._runs.has_time(self._tokens(STEP * length)) else SHORT_STEP
             length = min(step * length, longest)
             yield length
 
@@ -170,35 +164,30 @@ class _Proof:
     def reach(self, asked: int) -> bool:
         """Pad rows to a length, or to the longest below it that the model takes; returns whether a longer length may be
         possible.
-
-        Raises:
-            NotProvedError: an answer differs.
-            OutOfTimeError: not enough time is left.
-            ModelLoadError: the device was lost.
         """
-        trial = self._trial
-        trial.require_time(self._tokens(asked))
-        length, long = asked, trial.rows(asked, asked)
+        runs = self._runs
+        runs.require_time(self._tokens(asked))
+        length, long = asked, runs.rows(asked, asked)
         short = [row for row in self.rows if row.length <= asked]
         if not long and not short:
             return True
         if not long:
-            length = trial.longest_taken(short[-1].length, asked)
-            long = trial.rows(length, length)
+            length = runs.longest_taken(short[-1].length, asked)
+            long = runs.rows(length, length)
         if length > self.length:
-            self._add([*short, *trial.sample_rows(self.length, length), *long], length)
+            self._add([*short, *runs.sample_rows(self.length, length), *long], length)
             self.length = length
-        self.rows = [*trial.rows(min(row.length for row in [*short, *long]), length), *long]
+        self.rows = [*runs.rows(min(row.length for row in [*short, *long]), length), *long]
         return length == asked
 
     def _add(self, rows: Sequence[Row], length: int) -> None:
-        settings = self._trial.settings
-        most = self._trial.version.config.max_batch_size
+        settings = self._runs.settings
+        most = self._runs.model.config.max_batch_size
         if settings.max_tokens is not None:
             most = max(1, min(most, settings.max_tokens // length))
         for start in range(0, len(rows), most):
             batch = rows[start : start + most]
-            outputs, answers = self._trial.padded(batch, length)
+            outputs, answers = self._runs.padded(batch, length)
             for row, answer in zip(batch, answers, strict=True):
                 for name, alone in row.alone.items():
                     self._compare(name, alone, answer[name], (row.length, length))
@@ -245,44 +234,40 @@ def _is_finite(array: Array) -> bool:
     return not is_floating(array) or bool(np.isfinite(array.astype(np.float32, copy=False)).all())
 
 
-def _in_force(version: Model, settings: PaddingSettings, reached: _Reached, budget_s: float) -> PaddingSettings:
+def _in_force(tried: TriedVersion, settings: PaddingSettings, reached: _Reached) -> PaddingSettings:
     """Return the settings with the proved lengths, and write them into the configuration, where clients see them."""
+    parameters, budget_s = tried.model.config.parameters, tried.budget_s
     longest = reached.length
     buckets = tuple(bucket for bucket in settings.buckets if bucket <= longest)
     if settings.buckets and longest not in buckets:
         buckets += (longest,)
-    version.config.parameters[PROVED_KEY].string_value = str(longest)
+    parameters[PROVED_KEY].string_value = str(longest)
     beyond = "longer requests are answered, and share batches only with requests of their own length"
     if buckets != settings.buckets:
         given, kept = (",".join(map(str, lengths)) for lengths in (settings.buckets, buckets))
-        version.config.parameters[BUCKETS_KEY].string_value = kept
+        parameters[BUCKETS_KEY].string_value = kept
         reason = (
             f"were not all tried in {budget_s:g} s (--warm-up-seconds)"
             if reached.is_cut_short
             else f"exceed the model, which takes {longest}"
         )
-        _warn(version, f"the padding buckets {given} {reason}; {kept} are in force, and {beyond}")
+        tried.warn("%s: the padding buckets %s %s; %s are in force, and %s", given, reason, kept, beyond)
     elif reached.is_cut_short:
-        text = f"in {budget_s:g} s, padding was proved up to length {longest}; {beyond}; raise --warm-up-seconds to prove more"
-        _warn(version, text)
+        text = "%s: in %g s, padding was proved up to length %d; %s; raise --warm-up-seconds to prove more"
+        tried.warn(text, budget_s, longest, beyond)
     return replace(settings, buckets=buckets, longest=longest)
 
 
-def _warn(version: Model, text: str) -> None:
-    label = version.label
-    logger.warning("%s: %s", label, text, extra={"model": label})
-
-
-def _measured(trial: PaddingTrial, settings: PaddingSettings) -> Iterator[Measured]:
+def _measured(runs: PaddingRuns, settings: PaddingSettings) -> Iterator[Measured]:
     """Yield rows, length and seconds of batches of rising size, until one takes long or the time is over."""
-    most = trial.version.config.max_batch_size
+    most = runs.model.config.max_batch_size
     sizes = [(rows, length) for length in settings.buckets or MEASURED_LENGTHS for rows in MEASURED_ROWS if rows <= most]
     for number, (rows, length) in enumerate(sorted(sizes, key=lambda size: size[0] * size[1]), 1):
         if settings.max_tokens is not None and rows > 1 and rows * length > settings.max_tokens:
             continue
         try:
-            requests = [trial.requests.of_length(length, seed) for seed in range(rows)]
-            seconds = min(trial.seconds(requests, length) for _ in range(TIMES))
+            requests = [runs.requests.of_length(length, seed) for seed in range(rows)]
+            seconds = min(runs.seconds(requests, length) for _ in range(TIMES))
         except (NotProvedError, OutOfTimeError):
             return  # the length is over the model's limit, or no time is left
         yield rows, length, seconds

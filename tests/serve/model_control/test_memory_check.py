@@ -15,9 +15,9 @@ from halfserve.serve.engine import resource_limits
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.repository.model_repository import find_model, find_models, model_names
 from halfserve.serve.engine.resource_limits import available_bytes, memory_limit_bytes
-from halfserve.serve.model_control import checks
-from halfserve.serve.model_control.checks import require_memory
+from halfserve.serve.model_control import memory_check
 from halfserve.serve.model_control.control_options import ControlMode
+from halfserve.serve.model_control.memory_check import require_memory
 from tests.models import save_mlp
 from tests.serve.hostile_files import elsewhere, reading_model
 from tests.serve.model_control.controlled import controlled_server, lines, loader
@@ -47,11 +47,11 @@ def test_a_model_beyond_the_memory_is_refused(tmp_path: Path, monkeypatch: pytes
     model.write_bytes(b"x" * 1_000_000)
     (tmp_path / "model.onnx.data").write_bytes(b"x" * 2_000_000)
     (tmp_path / "other.onnx").write_bytes(b"x" * 9_000_000)
-    monkeypatch.setattr(checks, "available_bytes", lambda: 3_000_000)
+    monkeypatch.setattr(memory_check, "available_bytes", lambda: 3_000_000)
     require_memory(model, 1)
     with pytest.raises(ModelLoadError, match="not enough memory: it takes at least 6 MB, 3 MB are available; unload another"):
         require_memory(model, 2)
-    monkeypatch.setattr(checks, "available_bytes", lambda: None)
+    monkeypatch.setattr(memory_check, "available_bytes", lambda: None)
     require_memory(model, 1000)
 
 
@@ -59,7 +59,7 @@ def test_memory_must_hold_the_data_files_that_a_model_names(tmp_path: Path, monk
     model = save_mlp(tmp_path / "model.onnx")
     onnx.save(onnx.load(model), model, save_as_external_data=True, location="weights.bin", size_threshold=0)
     (tmp_path / "weights.bin").write_bytes(b"x" * 2_000_000)
-    monkeypatch.setattr(checks, "available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(memory_check, "available_bytes", lambda: 1_000_000)
     with pytest.raises(ModelLoadError, match="it takes at least 2 MB, 1 MB are available"):
         require_memory(model, 1)
 
@@ -73,7 +73,7 @@ def test_memory_must_hold_each_tensor_that_reads_the_same_data(tmp_path: Path, m
     message.graph.initializer.extend([unsaid] * 50)
     model.write_bytes(message.SerializeToString())
     (tmp_path / "weights.bin").write_bytes(bytes(1_000_000))
-    monkeypatch.setattr(checks, "available_bytes", lambda: 50_000_000)
+    monkeypatch.setattr(memory_check, "available_bytes", lambda: 50_000_000)
     with pytest.raises(ModelLoadError, match="it takes at least 100 MB, 50 MB are available"):
         require_memory(model, 1)
 
@@ -145,7 +145,7 @@ def test_running_out_of_memory_while_loading_is_said(tmp_path: Path, monkeypatch
     def run_out(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("halfserve.serve.model_control.version_loading.warm_up", run_out)
+    monkeypatch.setattr("halfserve.serve.trials.at_load.warm_up", run_out)
     with pytest.raises(ModelLoadError, match="mlp/1/model.onnx: not enough memory to load it; unload another model first"):
         loader().load(files)
 
@@ -193,7 +193,7 @@ def test_an_error_refuses_the_version_in_one_line_and_is_logged(
     def fail(*_: object) -> None:
         raise failure
 
-    monkeypatch.setattr("halfserve.serve.model_control.version_loading.warm_up", fail)
+    monkeypatch.setattr("halfserve.serve.trials.at_load.warm_up", fail)
     with controlled_server(tmp_path, ControlMode.NONE, keep_going=True) as server:
         assert lines(server) == [("mlp", "1", "UNAVAILABLE", f"mlp/1/model.onnx: {reason}")]
     assert caplog.messages[0] == logged.format(tmp_path)
