@@ -17,7 +17,6 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import NotFoundError, PermissionDeniedError
 from halfserve.serve.engine.hidden_steps import without_steps
 from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
-from halfserve.serve.engine.model_statistics import Reading
 from halfserve.serve.observability.observability import Observability
 from halfserve.serve.observability.observe_options import ObserveOptions
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders, HeaderPattern
@@ -160,7 +159,8 @@ class Service:
 
     def count_connections(self, connections: Callable[[], int], calls: Callable[[], int]) -> None:
         """Register functions that return the transport's open connections and calls in flight, for the metrics."""
-        self.core.figures.readings |= {Reading.CONNECTIONS: connections, Reading.CALLS: calls}
+        self.core.figures.gauge("halfserve_connections", "Open gRPC connections", connections)
+        self.core.figures.gauge("halfserve_calls", "gRPC calls in flight, streams included", calls)
 
     def server_live(self, _: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)

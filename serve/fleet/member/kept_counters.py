@@ -13,12 +13,10 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from prometheus_client.metrics_core import Metric
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.agent_pb2 import ModelState
@@ -28,7 +26,7 @@ from halfserve.serve.engine.model_statistics import Totals
 from halfserve.serve.fleet.member.counter_file import SUFFIX as FILE_SUFFIX
 from halfserve.serve.fleet.member.counter_file import CounterFile, read_counter_file
 from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, counters_of, with_statistics
-from halfserve.serve.observability.metrics import guard_metrics, model_metrics, sequence_metrics, triton_metrics
+from halfserve.serve.observability.model_metrics import model_metrics
 from halfserve.serve.protocol.rpcs import model_statistics
 from halfserve.serve.transports.listener import LogThrottle
 
@@ -310,8 +308,6 @@ def _add_totals(sums: ModelState, totals: Totals) -> None:
 
 
 def _model_counters(model: Model) -> MemberCounters:
-    metrics: Iterable[Metric] = (
-        metric for read in (triton_metrics, model_metrics, guard_metrics, sequence_metrics) for metric in read([model])
-    )
+    metrics = (metric for _, metric in model_metrics([model]))
     statistics = pb.ModelStatisticsResponse(model_stats=[model_statistics(model)])
     return MemberCounters(statistics=statistics, metrics=counters_of(metrics))
