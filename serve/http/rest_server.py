@@ -10,7 +10,6 @@ from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.engine.model_statistics import Reading
 from halfserve.serve.http.generate import GenerateRoute
 from halfserve.serve.http.guards import App, BrowserGuard, RouteAnswers, RouteGuard, TokenGuard
 from halfserve.serve.http.http_options import HttpOptions
@@ -103,10 +102,13 @@ class RestServer:
             raise
         self.port = ports[0]
         self.metrics_port = ports[1] if len(ports) > 1 else None
-        self._core.figures.readings[Reading.HTTP_CONNECTIONS] = lambda: sum(server.connections for server in self._servers)
+        self._core.figures.gauge("halfserve_http_connections", "Open HTTP connections", self._connections)
         self._texts.start()
         if self._page is not None:
             self._page.start()
+
+    def _connections(self) -> int:
+        return sum(server.connections for server in self._servers)
 
     def _routes(self, service: Service) -> list[GuardedRoute]:
         """The routes of the first port, for a service that may be restricted to some models."""

@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-
-from prometheus_client.metrics_core import Metric
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.agent_pb2 import ModelState
@@ -23,7 +21,7 @@ from halfserve.serve.engine.model_statistics import Totals
 from halfserve.serve.fleet.member.counter_file import SUFFIX as FILE_SUFFIX
 from halfserve.serve.fleet.member.counter_file import CounterFile, read_counter_file
 from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, counters_of, with_statistics
-from halfserve.serve.observability.metrics import guard_metrics, model_metrics, sequence_metrics, triton_metrics
+from halfserve.serve.observability.model_metrics import model_metrics
 from halfserve.serve.protocol.rpcs import model_statistics
 from halfserve.serve.transports.listener import LogThrottle
 
@@ -229,8 +227,6 @@ def _add_totals(sums: ModelState, totals: Totals) -> None:
 
 
 def _model_counters(model: Model) -> MemberCounters:
-    metrics: Iterable[Metric] = (
-        metric for read in (triton_metrics, model_metrics, guard_metrics, sequence_metrics) for metric in read([model])
-    )
+    metrics = (metric for _, metric in model_metrics([model]))
     statistics = pb.ModelStatisticsResponse(model_stats=[model_statistics(model)])
     return MemberCounters(statistics=statistics, metrics=counters_of(metrics))

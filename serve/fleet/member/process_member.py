@@ -13,7 +13,6 @@ from google.protobuf.message import Message
 
 from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.engine.model_statistics import Reading
 from halfserve.serve.engine.resource_limits import available_bytes
 from halfserve.serve.fleet.member.handover import GONE, ConnectionCounts
 from halfserve.serve.fleet.member.member_counters import MemberCounters
@@ -48,7 +47,8 @@ class ProcessMember(Membership):
         self._siblings = Siblings(self._folder, name)
         self._service = ProcessService(self._siblings, Journal(self._folder / "commands"))
         self._connections: SharedConnectionLimit | None = None
-        core.figures.readings[Reading.PROCESSES] = lambda: 1  # summed over the members
+        # Summed over the members.
+        core.figures.gauge("halfserve_processes", "Server processes that serve together now", lambda: 1)
 
     def connections(self, most: float, reason: str) -> SharedConnectionLimit:
         """Limit of this member's connections, which distributes them over all members."""
