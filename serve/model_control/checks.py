@@ -14,10 +14,10 @@ from halfserve.serve.engine.backend import CALLING_PROVIDERS
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.engine.execution.batch import Answered
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance, dependent_output
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.resource_limits import available_bytes
+from halfserve.serve.engine.results import Answered
 from halfserve.serve.engine.tensors import Array, Tensors
 from halfserve.serve.model_control.warm_up import WarmUpRequest, declared_requests, run_alone, sized_requests, too_large
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from halfserve.serve.engine.padding.padding import Padding
-from halfserve.serve.engine.padding.padding_rule import PaddingSettings
+from halfserve.serve.engine.padding.padding import Padding, PaddingSettings
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec

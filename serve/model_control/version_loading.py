@@ -249,8 +249,8 @@ class VersionLoader:
             version = replace(version, reload=partial(self._reloaded, version, again))
         model = version.model()
         try:
-            for instance in model.batcher.instances:
-                instance.settle(lambda backend: settle(version, backend, self.warm_up_budget_s))
+            for instance, backend in zip(model.batcher.instances, version.backends, strict=True):
+                instance.settle(partial(settle, version, backend, self.warm_up_budget_s))
         except BaseException:
             for instance in model.batcher.instances:
                 instance.stop()

@@ -21,13 +21,14 @@ from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.disk_files import read_regular
+from halfserve.serve.engine.dispatch.short_batches import LONE_S
 from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError
-from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
-from halfserve.serve.engine.execution.short_batches import LONE_S
+from halfserve.serve.engine.execution.batch import run_batch
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.repository.model_repository import named_file
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.resource_limits import available_bytes
+from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.sequences.sequence_loading import first_step
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 

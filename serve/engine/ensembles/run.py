@@ -12,7 +12,7 @@ from time import monotonic, monotonic_ns
 from types import MappingProxyType
 from typing import Final
 
-from halfserve.serve.engine.batcher import SHUTTING_DOWN
+from halfserve.serve.engine.dispatch.refusals import SHUTTING_DOWN
 from halfserve.serve.engine.ensembles.binding import Binding, ExecutionPlan
 from halfserve.serve.engine.ensembles.bound_step import BoundStep, named
 from halfserve.serve.engine.ensembles.composition import EnsembleComposition

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnx import NodeProto, TensorProto, helper
 
-from halfserve.serve.engine.execution.batch import Answered, Failed
 from halfserve.serve.engine.execution.batch_invariance import ALIKE, differ
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.repository.model_repository import find_models
+from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.tensors import Array
 from halfserve.serve.model_control import checks, warm_up
 from halfserve.serve.model_control.checks import check_batch_invariance
