@@ -156,7 +156,7 @@ def _model(model: Model) -> dict[str, Any]:
         "max_batch_size": model.max_batch_size,
         "steps": [] if model.composition is None else list(model.composition.parts),
         "copies": [
-            {"up": one.is_up, "restarts": one.restarts, "fault": one.fault, "most_rows": one.memory.rows}
+            {"up": one.is_up, "restarts": one.restarts, "fault": one.fault, "most_rows": one.most_rows}
             for one in model.batcher.instances
         ],
         "inputs": [_tensor(spec) for spec in model.interface.inputs],
