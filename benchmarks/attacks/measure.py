@@ -20,7 +20,7 @@ from benchmarks.attacks.bystander import Account, ask, becomes_ready
 from benchmarks.harness.models import save_models
 from benchmarks.harness.server_process import ServerProcess, server_process
 from halfserve.serve.client.channel_settings import Tls
-from halfserve.serve.security.roles import Role
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.security.tokens import new_token
 
 WARM_UP_S = 1.0

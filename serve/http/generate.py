@@ -39,8 +39,8 @@ from halfserve.serve.http.routes import MODEL, VERSION, rpc_response
 from halfserve.serve.protocol.inference import InferenceEntry
 from halfserve.serve.protocol.messages import split_response
 from halfserve.serve.protocol.raw_tensors import from_raw
+from halfserve.serve.protocol.rpc import INFERENCE
 from halfserve.serve.protocol.service import Service
-from halfserve.serve.security.roles import INFERENCE
 
 EVENT_STREAM = "text/event-stream"
 PARAMETERS = "parameters"

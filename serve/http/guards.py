@@ -30,9 +30,9 @@ from starlette.routing import Route
 
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnauthenticatedError
 from halfserve.serve.http.responses import error_response, http_status
+from halfserve.serve.protocol.rpc import UNKNOWN_ROUTE, Access, Role
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.gate import AccessGrant, Gate, client_name
-from halfserve.serve.security.roles import UNKNOWN_ROUTE, Access, Role
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -42,9 +42,9 @@ from halfserve.serve.protocol.inference import Inference, InferenceEntry
 from halfserve.serve.protocol.large_bytes import join_unlocked
 from halfserve.serve.protocol.messages import split_response
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX_BYTES, from_raw, to_raw
+from halfserve.serve.protocol.rpc import INFERENCE
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.gate import AccessGrant
-from halfserve.serve.security.roles import INFERENCE
 
 T = TypeVar("T")
 RAW_ENTRY = bytes((ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | 2,))

@@ -26,7 +26,7 @@ from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.model_history import INTERVAL_S, SAMPLES, ModelHistory, ModelSample
 from halfserve.serve.http.responses import dump_list, dump_up_to, json_response, json_text_response
 from halfserve.serve.http.tasks.tokenized_models import task_of
-from halfserve.serve.security.roles import DESCRIPTION, STATISTICS
+from halfserve.serve.protocol.rpc import DESCRIPTION, STATISTICS
 
 STATIC_FILES = {
     "index.html": "text/html; charset=utf-8",

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from functools import partial
-from importlib import import_module, resources
+from importlib import resources
 from typing import Any
 
+from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import Message
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -22,8 +22,7 @@ from halfserve.serve.http import json_bodies as fields
 from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.request_body import BodyReader, answered_or_gone
 from halfserve.serve.http.responses import dump_list, empty_response, json_response, json_text_response, message_dict
-from halfserve.serve.protocol.service import SERVICE, Service
-from halfserve.serve.security.roles import (
+from halfserve.serve.protocol.rpc import (
     DESCRIPTION,
     HEALTH,
     LOGGING,
@@ -36,7 +35,9 @@ from halfserve.serve.security.roles import (
     SHARED_MEMORY,
     STATISTICS,
     TRACE,
+    RpcCall,
 )
+from halfserve.serve.protocol.service import SERVICE, Service
 
 MODEL = "/v2/models/{model}"
 VERSION = MODEL + "/versions/{version}"
@@ -247,21 +248,12 @@ class SettingRoutes:
 
 async def rpc_response(service: Service, rpc: str, request: Message) -> Any:
     """The response message of an RPC. Raises InferenceError: the errors of the RPC."""
-    path = f"/{SERVICE}/{rpc}"
-    unary = service.unary.get(path)
-    if unary is not None:
-        return unary.answer(request)
-    # RPCs that take time are streams of one message each way.
-    return await anext(service.streams[path].answer(_only(request)))
+    return await service.rpcs[f"/{SERVICE}/{rpc}"].method(request, RpcCall(server=service))
 
 
 async def _done(service: Service, rpc: str, message: Message) -> Response:
     await rpc_response(service, rpc, message)
     return json_response({})
-
-
-async def _only(request: Message) -> AsyncIterator[Any]:
-    yield request
 
 
 def _named(request: Request) -> tuple[str, str]:
@@ -297,9 +289,7 @@ def metrics_route(service: Service) -> GuardedRoute:
     """GET /metrics, for Prometheus."""
 
     async def answer(_: Request) -> Response:
-        # Imported at the first scrape, so that no start waits for it, and on a thread, so that no request does.
-        module: Any = await asyncio.to_thread(import_module, "halfserve.serve.observability.exposition")
-        body, content_type = await (service.exposition or partial(module.exposition, service.core))()
+        body, content_type = await service.metrics.method(Empty(), RpcCall(server=service))
         return Response(body, headers={"content-type": content_type, "cache-control": "no-store"})
 
     return GuardedRoute("/metrics", answer, METRICS)
@@ -310,7 +300,7 @@ def openapi_route(service: Service) -> GuardedRoute:
 
     async def answer(_: Request) -> Response:
         content = openapi_document()
-        content["info"]["version"] = service.server_metadata(pb.ServerMetadataRequest()).version
+        content["info"]["version"] = service.server_version
         return json_response(content)
 
     return GuardedRoute("/openapi.json", answer, DESCRIPTION)

@@ -27,7 +27,8 @@ from halfserve.serve.fleet.member.member_socket import CHANNEL_OPTIONS, answered
 from halfserve.serve.protocol.inference import Cancel, Inference, ManyReplies, Reply
 from halfserve.serve.protocol.inference_stream import IS_FINAL, STATUS
 from halfserve.serve.protocol.messages import parse_request
-from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE, Headers, Service
+from halfserve.serve.protocol.rpc import Headers
+from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE, Service
 from halfserve.serve.protocol.status import RETRY_HINT, error_of
 from halfserve.serve.security.tls import ServerTls
 from halfserve.serve.transports.listener import LogThrottle

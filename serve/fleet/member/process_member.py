@@ -22,8 +22,9 @@ from halfserve.serve.fleet.member.kept_counters import CounterFolder, CounterKee
 from halfserve.serve.fleet.member.member_counters import MemberCounters
 from halfserve.serve.fleet.member.member_socket import MemberSocket, Siblings
 from halfserve.serve.fleet.member.process_service import Journal, JournalEntry, ProcessService
-from halfserve.serve.fleet.member.shared_rpcs import COMMANDS, MODELS_TURN, SETTINGS_TURN, local_method, request_class
+from halfserve.serve.fleet.member.shared_rpcs import COMMANDS, MODELS_TURN, SETTINGS_TURN
 from halfserve.serve.fleet.member.supervisor_link import Membership, SupervisorLink
+from halfserve.serve.protocol.rpc import RpcCall
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.transports.listener import ConnectionLimit
 
@@ -72,8 +73,7 @@ class ProcessMember(Membership):
             self._left.fold(self._siblings.names())
             await self._socket.listen(own, partial(MemberCounters.of, self._core))
         self._counters.begin(self._counted)
-        service.spread = self._service.spread
-        service.spread(service)
+        service.spread(self._service.layer)
 
     async def all_here(self) -> None:
         """Start accepting connections; in the member that reports for all, wait until all members accept."""
@@ -111,7 +111,7 @@ class ProcessMember(Membership):
         for entry in journal.entries(done):
             done.add(entry.name)
             try:
-                await local_method(own, entry.path)(_request(own, entry))
+                await own.rpcs[entry.path].method(_request(own, entry), RpcCall(server=own))
             except InferenceError as error:
                 logger.warning("%s, which the other processes have carried out, fails here: %s", entry.path, error)
 
@@ -166,7 +166,7 @@ class SharedConnectionLimit(ConnectionLimit):
 
 
 def _request(own: Service, entry: JournalEntry) -> Message:
-    request = request_class(own, entry.path)()
+    request = own.rpcs[entry.path].request()
     request.ParseFromString(entry.request)
     return request
 

@@ -17,7 +17,7 @@ from halfserve.serve.http.tasks.row_requests import Vector
 from halfserve.serve.http.tasks.text_bodies import Text, flag_field, require_count, shown, truncates
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, sigmoid
 from halfserve.serve.http.tasks.tokenized_models import CLASSIFICATION, labels_of
-from halfserve.serve.security.roles import INFERENCE
+from halfserve.serve.protocol.rpc import INFERENCE
 
 RESULT_BYTES = 48  # JSON of one result, without the label
 

@@ -30,7 +30,7 @@ from halfserve.serve.http.tasks.text_bodies import (
 )
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, json_with_rows
 from halfserve.serve.http.tasks.tokenized_models import EMBEDDINGS
-from halfserve.serve.security.roles import INFERENCE
+from halfserve.serve.protocol.rpc import INFERENCE
 
 DIMENSIONS = "halfserve.embedding_dimensions"
 IDS_SETTING = "halfserve.token_ids"

@@ -36,8 +36,8 @@ from halfserve.serve.http.tasks.text_bodies import Content, read_content, shown,
 from halfserve.serve.http.tasks.text_endpoint import json_rows, sigmoid
 from halfserve.serve.http.tasks.tokenized_models import labels_of, task_of
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX_BYTES
+from halfserve.serve.protocol.rpc import INFERENCE
 from halfserve.serve.protocol.service import Service
-from halfserve.serve.security.roles import INFERENCE
 
 IMAGE_CLASSIFICATION: Final = "image-classification"
 TOP: Final = 5  # classes of an answer, where a request does not say how many

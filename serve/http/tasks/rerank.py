@@ -30,7 +30,7 @@ from halfserve.serve.http.tasks.text_bodies import (
 )
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, json_with_rows, sigmoid
 from halfserve.serve.http.tasks.tokenized_models import RERANK
-from halfserve.serve.security.roles import INFERENCE
+from halfserve.serve.protocol.rpc import INFERENCE
 
 RESULT_BYTES = 64  # JSON of one result, without the document
 

@@ -18,7 +18,7 @@ from halfserve.serve.http.tasks.rerank import RerankRoutes
 from halfserve.serve.http.tasks.text_bodies import MAX_INPUTS, flag_field, one_or_more, refuse_fields
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint
 from halfserve.serve.http.tasks.tokenized_models import EMBEDDINGS, RERANK, TEXT_TASKS, labels_of, task_of
-from halfserve.serve.security.roles import INFERENCE, METADATA
+from halfserve.serve.protocol.rpc import INFERENCE, METADATA
 
 OWNER = "halfserve"
 

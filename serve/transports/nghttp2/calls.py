@@ -13,10 +13,10 @@ from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError,
 from halfserve.serve.protocol.inference import Cancel, InferenceEntry
 from halfserve.serve.protocol.inference_stream import ENDS_WITH_ERROR
 from halfserve.serve.protocol.messages import parse
-from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, UnaryMethod
+from halfserve.serve.protocol.rpc import Rpc, RpcCall, layered
+from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service
 from halfserve.serve.protocol.status import status_of
 from halfserve.serve.security.gate import AccessGrant, Gate, client_name
-from halfserve.serve.security.memory_budget import MemoryShare
 from halfserve.serve.transports.grpc_framing import MessageReader, sole_message, timeout_seconds
 from halfserve.serve.transports.nghttp2.pending_requests import Call
 from halfserve.serve.transports.nghttp2.session import LARGE_BYTES, GrpcSession, OpenCall
@@ -104,6 +104,12 @@ class _OneMessageCall:
     def _answer(self, message: bytes | memoryview) -> None:
         raise NotImplementedError
 
+    def _hold(self, message: bytes | memoryview) -> None:
+        """Count the memory of a large request. Raises RateLimitedError: there is no room for it."""
+        if len(message) > LARGE_BYTES:
+            self._session.check_room(self._stream)
+            self._session.hold(self._stream, len(message), is_last=True)
+
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, InferenceError):
             logger.error("a call failed", exc_info=error)
@@ -140,9 +146,7 @@ class InferCall(_OneMessageCall):
             self._inference.gone(bytes(self._message or b""))
 
     def _answer(self, message: bytes | memoryview) -> None:
-        if len(message) > LARGE_BYTES:
-            self._session.check_room(self._stream)
-            self._session.hold(self._stream, len(message), is_last=True)
+        self._hold(message)
         deadline_s = self._deadline_s
         time_left_s = None if deadline_s is None else deadline_s - self._session.heard_s  # the message may have arrived slowly
         self._cancel = self._inference.infer(message, time_left_s, self._reply)
@@ -160,139 +164,129 @@ class InferCall(_OneMessageCall):
 
 
 class MethodCall(_OneMessageCall):
-    """Any other unary method, answered at once."""
+    """Any other RPC with one message each way, as a task."""
 
-    __slots__ = ("_method",)
+    __slots__ = ("_call", "_deadline_s", "_rpc", "_task")
 
-    def __init__(self, session: GrpcSession, stream: int, encoding: bytes | None, method: UnaryMethod) -> None:
+    def __init__(
+        self,
+        session: GrpcSession,
+        stream: int,
+        encoding: bytes | None,
+        rpc: Rpc,
+        call: RpcCall,
+        time_left_s: float | None,
+    ) -> None:
         super().__init__(session, stream, encoding)
-        self._method = method
+        self._rpc = rpc
+        self._call = call
+        self._deadline_s = None if time_left_s is None else session.heard_s + time_left_s
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def _max_bytes(self) -> int:
+        limits = self._session.limits
+        return limits.max_message_bytes if self._rpc.is_large else limits.max_small_message_bytes
+
+    def gone(self) -> None:
+        task, self._task = self._task, None  # breaks a reference cycle: its exception refers to frames that refer to this call
+        if task is not None:
+            task.cancel()
 
     def _answer(self, message: bytes | memoryview) -> None:
-        answer = self._method.answer(parse(self._method.request, bytes(message)))
-        self._session.answer(self._stream, answer.SerializeToString())
+        self._hold(message)
+        self._task = asyncio.get_running_loop().create_task(self._run(bytes(message)))
+
+    async def _run(self, message: bytes) -> None:
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                response = await self._rpc.method(parse(self._rpc.request, message), self._call)
+            self._session.answer(self._stream, response.SerializeToString())
+        except asyncio.CancelledError:
+            raise
+        except TimeoutError:
+            self._fail(DeadlineExceededError("the call's deadline has passed"))
+        except Exception as error:  # noqa: BLE001  (any failure ends this call with a status)
+            self._fail(error)
 
 
 class Calls:
+    """The calls that one port serves."""
+
     def __init__(self, service: Service, gate: Gate | None = None) -> None:
         self._service = service
         self._gate = gate
-        self._infer = INFER_PATH.encode()
-        self._infer_stream = INFER_STREAM_PATH.encode()
+        self._rpcs = service.rpcs if gate is None else {path: layered(rpc, gate.layer) for path, rpc in service.rpcs.items()}
 
-    def route(self, fields: Sequence[Header], share: MemoryShare) -> OpenCall:
-        """The opener of calls with these headers; a refused call opens only to end.
+    def route(self, fields: Sequence[Header], session: GrpcSession) -> OpenCall:
+        """Return the opener of a connection's calls with these headers; a refused call opens only to end.
 
-        Args:
-            fields: the headers of a call.
-            share: share of the memory budget; trusted once the connection has shown a token, or if none is required.
+        The connection's memory is trusted once it has shown a token, or if none is required.
         """
         headers = dict(fields)
-        if self._gate is None:
-            share.trust()
-            return self._open(headers, None)
+        path = headers.get(b":path", b"").decode("ascii", "replace")
+        grant: AccessGrant | None = None
         try:
-            given = self._gate.admit_method(headers.get(b":path", b"").decode("latin-1"), fields)
+            if self._gate is not None:
+                grant = self._gate.admit_call(self._rpcs, path, fields)
+            if grant is None or grant.is_trusted:
+                session.share.trust()
+            time_left_s = timeout_seconds(headers.get(b"grpc-timeout"))
         except InferenceError as error:
             return partial(RefusedCall, error=error)
-        if given.is_trusted:
-            share.trust()
-        open_call = self._open(headers, given)
-        if isinstance(open_call, _InferOpener) or not given.is_counted:
-            return open_call
-        return partial(_counted, given, open_call)
-
-    def _open(self, headers: dict[bytes, bytes], given: AccessGrant | None) -> OpenCall:
-        service = self._service if given is None or given.sees_all else given.service(self._service)
-        path = headers.get(b":path", b"")
+        service = self._service if grant is None else grant.service(self._service)
+        call = RpcCall(server=service, peer=session.peer, headers=headers, grant=grant)
         encoding = headers.get(b"grpc-encoding")
-        try:
-            time_left = timeout_seconds(headers.get(b"grpc-timeout"))
-        except InferenceError as error:
-            return partial(RefusedCall, error=error)
-        if path == self._infer:
-            return _UnaryInferOpener(service, headers, encoding, time_left, given)
-        if path == self._infer_stream:
-            return _StreamInferOpener(service, headers, encoding, time_left, given)
-        name = path.decode("ascii", "replace")
-        unary = service.unary.get(name)
-        if unary is not None:
-            return partial(MethodCall, encoding=encoding, method=unary if given is None else given.unary(unary))
-        method = service.streams.get(name)
-        if method is not None:
-            if method.with_headers is not None:
-                method = method.with_headers(headers)
-            method = method if given is None else given.stream(method)
-            return partial(StreamCall, encoding=encoding, method=method, time_left_s=time_left)
-        return partial(RefusedCall, error=UnsupportedError(f"{name} is not served here; server reflection lists what is"))
+        if path == INFER_PATH:
+            return _UnaryInferOpener(service, grant, call, encoding, time_left_s)
+        if path == INFER_STREAM_PATH:
+            return _StreamInferOpener(service, grant, call, encoding, time_left_s)
+        rpc = self._rpcs.get(path)
+        if rpc is None:
+            return partial(RefusedCall, error=UnsupportedError(f"{path} is not served here; server reflection lists what is"))
+        opens: type[MethodCall | StreamCall] = StreamCall if rpc.is_stream else MethodCall
+        return partial(opens, encoding=encoding, rpc=rpc, call=call, time_left_s=time_left_s)
 
 
 class _InferOpener:
     """Opens inference calls with one list of headers on one connection."""
 
-    __slots__ = (
-        "_encoding",
-        "_given",
-        "_headers",
-        "_inference",
-        "_service",
-        "_time_left_s",
-    )
+    __slots__ = ("_call", "_encoding", "_inference", "_time_left_s")
 
     def __init__(
         self,
         service: Service,
-        headers: dict[bytes, bytes],
+        grant: AccessGrant | None,
+        call: RpcCall,
         encoding: bytes | None,
         time_left_s: float | None,
-        given: AccessGrant | None,
     ) -> None:
-        self._inference: InferenceEntry | None = None  # made with the first call, as the peer is not known before
-        self._service = service
-        self._headers = headers
+        """Make the entry for the requests of this caller, with its permissions applied to each."""
+        holder = "" if grant is None else grant.holder
+        whole = service.inference_of(call.peer, call.headers, holder, partial(client_name, grant, call.peer))
+        self._inference: InferenceEntry = whole if grant is None else grant.inference(whole, call.peer)
+        self._call = call
         self._encoding = encoding
         self._time_left_s = time_left_s
-        self._given = given  # permissions
 
     def __call__(self, session: GrpcSession, stream: int) -> Call:
         raise NotImplementedError
-
-    def _opened(self, session: GrpcSession) -> InferenceEntry:
-        """Make the entry for the requests of this client, with its permissions applied to each."""
-        given, peer = self._given, session.peer
-        holder = "" if given is None else given.holder
-        whole = self._service.inference_of(peer, self._headers, holder, partial(client_name, given, peer))
-        inference = self._inference = whole if given is None else given.inference(whole, peer)
-        return inference
 
 
 class _UnaryInferOpener(_InferOpener):
     __slots__ = ()
 
     def __call__(self, session: GrpcSession, stream: int) -> Call:
-        inference = self._inference
-        if inference is None:
-            inference = self._opened(session)
-        return InferCall(session, stream, self._encoding, inference, self._time_left_s)
+        return InferCall(session, stream, self._encoding, self._inference, self._time_left_s)
 
 
 class _StreamInferOpener(_InferOpener):
     __slots__ = ()
 
     def __call__(self, session: GrpcSession, stream: int) -> Call:
-        inference = self._inference or self._opened(session)
         name, value = ENDS_WITH_ERROR
-        ends = self._headers.get(name) == value
-        return InferStreamCall(session, stream, self._encoding, inference, self._time_left_s, ends_with_error=ends)
-
-
-def _counted(given: AccessGrant, open_call: OpenCall, session: GrpcSession, stream: int) -> Call:
-    """Open a call unless its client exceeds its rate limit."""
-    try:
-        given.charge(session.peer)
-    except InferenceError as error:
-        return RefusedCall(session, stream, error)
-    return open_call(session, stream)
+        ends = self._call.headers.get(name) == value
+        return InferStreamCall(session, stream, self._encoding, self._inference, self._time_left_s, ends_with_error=ends)
 
 
 class RefusedCall:

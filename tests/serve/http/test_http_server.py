@@ -20,9 +20,9 @@ from halfserve.serve.http.http_options import HttpLimits, HttpOptions, memory_of
 from halfserve.serve.http.http_server import HttpServer
 from halfserve.serve.http.request_body import FULL
 from halfserve.serve.http.rest_server import RestServer, application
+from halfserve.serve.protocol.rpc import DESCRIPTION
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.memory_budget import MemoryBudget
-from halfserve.serve.security.roles import DESCRIPTION
 from halfserve.serve.server import start_http
 from halfserve.serve.transports.listening import BindError
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model

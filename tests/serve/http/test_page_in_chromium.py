@@ -14,7 +14,7 @@ import pytest
 
 from halfserve.serve.engine.model import VersionState
 from halfserve.serve.http.rest_server import RestServer
-from halfserve.serve.security.roles import Role
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.security.security import Security
 from halfserve.serve.security.security_options import SecurityOptions
 from tests.models import save_mlp, save_picky

@@ -19,7 +19,7 @@ from halfserve.serve.http.http_options import HttpLimits, HttpOptions
 from halfserve.serve.http.http_server import HttpServer
 from halfserve.serve.http.rest_server import application
 from halfserve.serve.http.unread_answer import PIECE_BYTES, PieceTransport
-from halfserve.serve.security.roles import DESCRIPTION
+from halfserve.serve.protocol.rpc import DESCRIPTION
 from halfserve.serve.security.tls import ServerTls
 from halfserve.serve.transports.task_turns import task_turns
 from tests.serve.engine.fakes import HOLD_S

@@ -23,10 +23,10 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.http.guards import GuardedRoute, RouteTable
 from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
+from halfserve.serve.protocol.rpc import INFERENCE, METADATA, Role
 from halfserve.serve.protocol.service import SERVICE
 from halfserve.serve.security.file_reload import DAY_S
 from halfserve.serve.security.memory_budget import MemoryBudget
-from halfserve.serve.security.roles import INFERENCE, METADATA, Role
 from halfserve.serve.security.security import Security
 from halfserve.serve.security.security_options import ClientLimits, SecurityOptions
 from halfserve.serve.security.tokens import new_token

@@ -27,7 +27,7 @@ from halfserve.serve.engine.errors import UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.fleet.control.controller import ControllerOptions
 from halfserve.serve.fleet.member.forwarder import Forwarder
-from halfserve.serve.security.roles import Role
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.security.security_options import TlsOptions
 from halfserve.serve.security.tokens import new_token
 from tests.models import save_mlp
