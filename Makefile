@@ -1,5 +1,5 @@
 # One-word tasks. Each makes the virtual environment first and installs what it uses, so any of them works on a fresh clone.
-.PHONY: help install dev compile demo test test-long test-all test-plain gpu gpu-bundle docs lint types format proto manifests clean
+.PHONY: help install dev compile demo test test-long test-all test-plain gpu gpu-bundle docs lint types proto manifests clean
 .DEFAULT_GOAL := help
 
 # The first Python >= 3.11 that can make a virtual environment; `make test PYTHON=/path/to/python3` chooses another.
@@ -13,7 +13,7 @@ READY := $(VENV)/.installed
 help:
 	@echo "make demo    train, convert, serve and measure the digits classifier; writes runs/demo/report.html"
 	@echo "make install the environment, .venv: all that trains, converts, serves and measures; EXTRAS=hf,text adds what is optional"
-	@echo "make dev     the environment, with what the tests, the documentation and the checks use"
+	@echo "make dev     the environment, with what the tests, the documentation and the checks use; it compiles nothing"
 	@echo "make test    the tests that every change must pass: at most five minutes on 2 cores"
 	@echo "make test-all  these, and the long ones: sweeps, zoos, soaks, fuzzing, emulated devices"
 	@echo "make test-plain  the short tests of the server, without the compiled hot path"
@@ -21,9 +21,8 @@ help:
 	@echo "make gpu-bundle  what benchmarks/gpu.sh needs on a machine with a device and no network, in build/gpu-bundle"
 	@echo "make compile compile the hot path again, after an edit"
 	@echo "make docs    the documentation site, into build/docs"
-	@echo "make lint    ruff (style and errors) and hadolint (Dockerfile)"
-	@echo "make types   mypy, strict"
-	@echo "make format  rewrite the sources in the project's format"
+	@echo "make lint    ruff (style and errors) and hadolint (Dockerfile); it formats the sources and repairs what it can"
+	@echo "make types   mypy, strict; where CI is set, basedpyright too"
 	@echo "make proto   regenerate protos/*_pb2.py and their stubs from the .proto files"
 	@echo "make manifests  render deploy/manifests from the Helm chart, once for each file in deploy/values"
 	@echo "make clean   remove the environment and what runs have written"
@@ -37,14 +36,16 @@ UV = eval "$$($(BIN)/pip config list | sort -r | sed -nE -e 's/\\n/ /g' -e '/fin
 	-e "s/^[^']*\.cert='(.*)'$$/export SSL_CERT_FILE='\1'/p")"; \
 	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --constraint constraints.txt
 
-# What the demo and the README use. The hot path is compiled while packages are downloaded, and needs none of them.
+# What the demo and the README use. The hot path is compiled while packages are downloaded, and needs none of them. It takes two
+# cores most of a minute, so that only targets that start servers compile it: whoever changes export needs no compiled server.
+dev docs lint types proto manifests: export HALFSERVE_COMPILED = 0
 $(DEMO): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 with the venv module was found; install one or run: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "make: creating $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
 	@$(UV) setuptools mypy
-	@echo "make: installing the packages that train, export, serve and measure (1.6 GB), and compiling beside it"
+	@echo "make: installing the packages that train, export, serve and measure (1.6 GB)"
 	@$(BIN)/python setup.py --quiet build_ext --inplace & compiling=$$!; started=$$(date +%s); \
 		$(UV) --requirement pyproject.toml --extra demo && echo "make: the packages are installed ($$(($$(date +%s) - started)) s)"; \
 		installed=$$?; wait $$compiling && exit $$installed
@@ -67,7 +68,9 @@ $(READY): $(DEMO)
 # It keeps what is in an environment that exists. A `pip install` without --editable puts a copy of halfserve in place of the
 # checkout; this puts the checkout back.
 comma := ,
+COMPILE = $(BIN)/python setup.py --quiet build_ext --inplace
 install: $(DEMO)
+	@$(COMPILE)
 	@$(if $(EXTRAS),echo "make: adding these extras of pyproject.toml: $(EXTRAS)"; $(UV) --requirement pyproject.toml $(addprefix --extra ,$(subst $(comma), ,$(EXTRAS))))
 	@$(BIN)/halfserve --version 2>/dev/null | grep -q "from the checkout" || { $(UV) --no-deps --no-build-isolation --editable .; }
 	@$(BIN)/halfserve --version
@@ -78,22 +81,25 @@ dev: $(READY)
 # The installation compiles too. After an edit of the hot path its sources run, until this is called: it compiles the folders
 # that the edit changed.
 compile: $(DEMO)
-	$(BIN)/python setup.py --quiet build_ext --inplace
+	$(COMPILE)
 	@$(BIN)/halfserve --version
 
 # uv leaves bytecode to the first import: where the environment forbids .pyc files, each process would compile all again.
 demo test test-long: export PYTHONDONTWRITEBYTECODE =
 demo: $(DEMO)
+	@$(COMPILE)
 	$(BIN)/halfserve demo
 
 # In two runs each: data loading forks, and a fork of a process in which gRPC's threads run may hang.
 SERVER_TESTS := tests/serve tests/end_to_end
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist worksteal
 test: $(READY)
+	@$(COMPILE)
 	$(PYTEST) -m "not long" $(addprefix --ignore=,$(SERVER_TESTS))
 	$(PYTEST) -m "not long" $(SERVER_TESTS)
 
 test-long: $(READY)
+	@$(COMPILE)
 	$(PYTEST) -m long $(addprefix --ignore=,$(SERVER_TESTS))
 	$(PYTEST) -m long $(SERVER_TESTS)
 
@@ -119,16 +125,14 @@ docs: $(READY)
 	@echo "build/docs/index.html"
 
 lint: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check $(if $(CI),,--fix) .
+	$(BIN)/ruff format $(if $(CI),--check) .
 	$(BIN)/hadolint Dockerfile
 
+# With its cache mypy takes 5 s of processor time after an edit; basedpyright reads everything each time, which takes 80 s.
 types: $(READY)
-	$(BIN)/basedpyright --project pyproject.toml --pythonpath $(BIN)/python & checking=$$!; $(BIN)/mypy; found=$$?; wait $$checking && exit $$found
-
-format: $(READY)
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(if $(CI),$(BIN)/basedpyright --project pyproject.toml --pythonpath $(BIN)/python & checking=$$!;) \
+		$(BIN)/mypy; found=$$?; $(if $(CI),wait $$checking &&) exit $$found
 
 proto: $(READY)
 	$(BIN)/python -m halfserve.protos.generate

@@ -71,6 +71,9 @@ class CompileHotPath(build_ext):
         self.modules = ",".join(COMPILED["MODULES"])
 
     def run(self) -> None:
+        if (switch := os.environ.get(COMPILED["SWITCH"], "1")) != "1":
+            _say(f"the hot path is not compiled now, as {COMPILED['SWITCH']} is {switch}")
+            return
         serve = Path(self.get_ext_fullpath(PLACEHOLDER)).parent
         stamp = serve.parent / COMPILED["STAMP"]
         modules = self.modules.split(",")
@@ -92,8 +95,6 @@ class CompileHotPath(build_ext):
         _say(f"the hot path is compiled ({len(modules)} modules, {time.monotonic() - started:.0f} s)")
 
     def _compile(self, modules: list[str]) -> None:
-        if os.environ.get(COMPILED["SWITCH"], "1") != "1":
-            raise RuntimeError(f"{COMPILED['SWITCH']} is {os.environ[COMPILED['SWITCH']]}")
         _say(f"compiling the server's hot path, {len(modules)} modules, on {os.cpu_count()} processor cores")
         self.distribution.ext_modules = self._translated(modules)
         compiler = CompileLibraries(self.distribution)  # a new command, as this one has taken note of other extensions
@@ -137,7 +138,9 @@ class CompileHotPath(build_ext):
 
 
 def _stamp(modules: list[str], libraries: dict[str, Path]) -> str:
-    """The libraries and the sources that they were made of, as compiled_build.py compares them; empty where one is missing."""
+    """Return the libraries and the sources that they were made of, as compiled_build.py compares them; empty where one is
+    missing.
+    """
     if not all(path.is_file() for path in libraries.values()):
         return ""
     sizes = {name: path.stat().st_size for name, path in libraries.items()}
@@ -146,7 +149,7 @@ def _stamp(modules: list[str], libraries: dict[str, Path]) -> str:
 
 
 def _sources(modules: list[str]) -> Iterator[str]:
-    """The files whose change makes the compiled modules stale: their own sources, and what these import of ours.
+    """Yield the files whose change makes the compiled modules stale: their own sources, and what these import of ours.
 
     Constants of modules that are not compiled end up in the compiled code too.
     """
@@ -168,7 +171,7 @@ def _remove_libraries(serve: Path, keep: set[Path]) -> None:
 
 
 def _reason(error: BaseException | None) -> str:
-    """One short line; a compiler's own lines stand above it."""
+    """Return one short line; a compiler's own lines stand above it."""
     cause = error
     while cause is not None:
         if isinstance(cause, CalledProcessError):

@@ -15,7 +15,7 @@ _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerE
 
 
 def arguments_of(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments of a model's call on the input of an item or batch.
+    """Return the positional and keyword arguments of a model's call on the input of an item or batch.
 
     A tuple or list gives forward's parameters in order, a dict gives them by name. Where forward does not accept that, or the
     input is of another type, the input is the only argument.
@@ -34,7 +34,9 @@ def call(model: nn.Module, inputs: Any, *, through: nn.Module | None = None) -> 
 
 
 def described_call(model: nn.Module, inputs: Any) -> str:
-    """The parameters of forward and the arguments that an input becomes, for an error message; "" for a single tensor."""
+    """Return the parameters of forward and the arguments that an input becomes, for an error message; "" for a
+    single tensor.
+    """
     if not isinstance(inputs, Mapping | tuple | list):
         return ""
     args, named = arguments_of(model, inputs)
@@ -48,7 +50,7 @@ def described_call(model: nn.Module, inputs: Any) -> str:
 
 
 def has_fast_path(model: nn.Module) -> bool:
-    """Whether a part of a model may compute other values in evaluation mode, see `without_fast_path`."""
+    """Return whether a part of a model may compute other values in evaluation mode, see `without_fast_path`."""
     return any(isinstance(part, _ATTENTION) for part in model.modules())
 
 

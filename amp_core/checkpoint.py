@@ -27,7 +27,8 @@ _KNOWN = {type(None), bool, int, float, complex, str, bytes, Tensor, nn.Paramete
 
 
 def first_unreadable(value: Any, place: str) -> str | None:
-    """The place and type of the first value that torch.load(weights_only=True) would refuse, such as a numpy scalar, or None.
+    """Return the place and type of the first value that torch.load(weights_only=True) would refuse, such as a numpy scalar, or
+    None.
 
     `place` is the name of the whole value, whose tensors are not copied.
     """

@@ -113,7 +113,7 @@ _NOT_THE_USERS = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib
 
 
 def place_of(error: BaseException) -> str:
-    """The place in the user's own code that an exception came from, for the end of a message; empty if there is none."""
+    """Return the place in the user's own code that an exception came from, for the end of a message; empty if there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_hidden(frame.filename)]
     return f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 

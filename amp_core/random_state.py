@@ -14,7 +14,7 @@ import torch
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The states as plain values for a checkpoint, by name: `cpu`, `python`, `numpy`, and `cuda` for a model on
+    """Return the states as plain values for a checkpoint, by name: `cpu`, `python`, `numpy`, and `cuda` for a model on
     such a device.
     """
     version, words, gauss = random.getstate()
@@ -83,7 +83,7 @@ def seed_words(purpose: Purpose, *numbers: int) -> list[int]:
 
 
 def generator(purpose: Purpose, *numbers: int) -> torch.Generator:
-    """A CPU generator seeded by `seed_words`."""
+    """Return a CPU generator seeded by `seed_words`."""
     high, low, *_ = seed_words(purpose, *numbers)
     return torch.Generator().manual_seed((high << 32 | low) % 2**63)
 

@@ -180,7 +180,7 @@ def _output(command: Sequence[str]) -> str:
 
 
 def _cells(pairs: Sequence[tuple[Result, Result]]) -> list[str]:
-    """A row of the table: medians of the results, and of their ratios to the peer's."""
+    """Return a row of the table: medians of the results, and of their ratios to the peer's."""
 
     def median(values: Iterable[float | None]) -> float | None:
         known = [value for value in values if value is not None]

@@ -112,7 +112,9 @@ def _takes(converter: str, work: Work) -> bool:
 
 
 def prepared(checkpoint: PackagedCheckpoint, folder: Path) -> Work:
-    """The module as torch exports it, and its answers to held-out inputs; the package lies in the folder's `unpacked`."""
+    """Return the module as torch exports it, and its answers to held-out inputs; the package lies in the folder's
+    `unpacked`.
+    """
     unpacked = folder / "unpacked"
     module = checkpoint.module(unpacked)
     sizes = [*checkpoint.sizes, *checkpoint.sizes[:1] * len(BATCHES)]
@@ -134,7 +136,7 @@ def _answers(module: nn.Module, feeds: dict[str, Any]) -> list[Any]:
 
 
 def _exported(module: nn.Module, example: dict[str, Any], checkpoint: PackagedCheckpoint, path: Path) -> bytes:
-    """The module as torch's exporter writes it, float32, sizes dynamic."""
+    """Return the module as torch's exporter writes it, float32, sizes dynamic."""
     sizes = {name: {0: "batch", **checkpoint.dynamic.get(name, {})} for name in example}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's warnings about itself
@@ -175,7 +177,9 @@ def _outcome(name: str, work: Work, bench: Bench) -> RealOutcome:
 
 
 def _ours(checkpoint: PackagedCheckpoint, folder: Path) -> tuple[bytes, float]:
-    """The model that the command writes, and the command's time, including the import of torch, verification and search."""
+    """Return the model that the command writes, and the command's time, including the import of torch,
+    verification and search.
+    """
     samples, repository = folder / "samples.npz", folder / checkpoint.name.replace(" ", "-")
     feeds = checkpoint.feeds(folder / "unpacked", SAMPLES, checkpoint.sizes[0], 0)
     np.savez(samples, **feeds)  # type: ignore[arg-type]  # (the arrays' names are free)
@@ -186,7 +190,7 @@ def _ours(checkpoint: PackagedCheckpoint, folder: Path) -> tuple[bytes, float]:
 
 
 def _optimum(checkpoint: PackagedCheckpoint, folder: Path, python: Path | None) -> tuple[bytes, float]:
-    """The folder through Optimum's exporter, on the CPU; of its outputs, the sentences' embeddings."""
+    """Return the folder through Optimum's exporter, on the CPU; of its outputs, the sentences' embeddings."""
     out, source = folder / "optimum", folder / "unpacked" / checkpoint.package / checkpoint.weights
     options = ["--library=sentence_transformers", "--task=feature-extraction", "--dtype=fp16", "--device=cpu"]
     command = [str(python), "-m", "optimum.commands.optimum_cli", "export", "onnx", f"--model={source}", *options, str(out)]
@@ -208,7 +212,7 @@ def _run(command: list[str], environment: dict[str, str]) -> float:
 
 
 def _only(results: Iterator[Result | Crash]) -> Result:
-    """The single result of a child process.
+    """Return the single result of a child process.
 
     Raises:
         RuntimeError: The child crashed, or the function raised.

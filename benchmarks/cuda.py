@@ -96,7 +96,7 @@ def accuracy(network: Network, plan: Plan) -> Iterator[Cells]:
 
 
 def serving(network: Network, plan: Plan) -> Iterator[Cells]:
-    """The rate alone, and by each way over gRPC, at the batch size that is fastest alone."""
+    """Yield the rate alone, and by each way over gRPC, at the batch size that is fastest alone."""
     how = Measurement(seconds=plan.seconds, warmup_s=WARM_UP_S)
     for precision in plan.files:
         best, alone = _fastest(network, precision, plan)
@@ -137,7 +137,7 @@ def compared(case: Case, provider: str) -> Errors:
 
 
 def _fastest(network: Network, precision: str, plan: Plan) -> tuple[int, float]:
-    """The batch size with the most rows a second alone, and that rate."""
+    """Return the batch size with the most rows a second alone, and that rate."""
     copy = Alone(network.path(precision), plan.placement)
     rates = {size: size / copy.milliseconds(network.feeds(precision, size), plan.seconds) * 1e3 for size in plan.sizes}
     best = max(rates, key=lambda size: rates[size])

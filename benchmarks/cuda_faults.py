@@ -73,7 +73,7 @@ class Bystanders:
 
 
 def asked(client: Client, model: str, inputs: dict[str, Array], wanted: Array) -> str:
-    """Result of a request: "OK", "wrong", or the error's status."""
+    """Return the result of a request: "OK", "wrong", or the error's status."""
     try:
         (answer,) = client.infer(model, inputs).values()
     except ClientError as error:
@@ -82,7 +82,7 @@ def asked(client: Client, model: str, inputs: dict[str, Array], wanted: Array) -
 
 
 def write_models(repository: Path) -> None:
-    """The three models, one folder each."""
+    """Write the three models, one folder each."""
     for text in (GREEDY, BYSTANDER):
         model = parser.parse_model(text)
         folder = repository / model.graph.name / "1"

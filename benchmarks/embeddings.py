@@ -105,12 +105,12 @@ def main(
 
 
 def openai_body(model: str) -> Callable[[str], dict[str, Any]]:
-    """The body that the package `openai` sends for a text; it requests base64."""
+    """Return the body that the package `openai` sends for a text; it requests base64."""
     return lambda text: {"model": model, "input": text, "encoding_format": "base64"}
 
 
 def triton_body(text: str) -> dict[str, Any]:
-    """The body of KServe's REST protocol for a text, requesting the answer's numbers as bytes."""
+    """Return the body of KServe's REST protocol for a text, requesting the answer's numbers as bytes."""
     tensor = {"name": "TEXT", "shape": [1, 1], "datatype": "BYTES", "data": [text]}
     return {"inputs": [tensor], "parameters": {"binary_data_output": True}}
 
@@ -125,14 +125,14 @@ class Target:
     body: Callable[[str], dict[str, Any]]  # makes the JSON for a text
 
     def request(self, text: str) -> bytes:
-        """The bytes of a request."""
+        """Return the bytes of a request."""
         body = json.dumps(self.body(text)).encode()
         head = f"POST {self.path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         return f"{head}\r\n\r\n".encode() + body
 
 
 async def rate(target: Target, texts: Sequence[str], in_flight: int, seconds: float) -> float:
-    """Requests a second over `seconds`, after a quarter of that time as warm-up.
+    """Return the requests a second over `seconds`, after a quarter of that time as warm-up.
 
     Raises:
         RuntimeError: A request was not answered with 200.
@@ -192,7 +192,7 @@ def _folder(model: Path, scratch: Path) -> Path:
 
 
 def _least_cosine(target: Target, folder: Path, texts: Sequence[str]) -> float:
-    """The smallest cosine of a served vector to transformers' mean of tokens in float32."""
+    """Return the smallest cosine of a served vector to transformers' mean of tokens in float32."""
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     network: Any = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     cosines = []

@@ -72,7 +72,7 @@ def main(
 
 
 def halves() -> tuple[list[HalfName], list[str]]:
-    """The precisions that this processor computes, and a line about each other one."""
+    """Return the precisions that this processor computes, and a line about each other one."""
     needed = {"bf16": "avx512_bf16 or amx_bf16", "fp16": "avx512_fp16"}
     there = [half for half in HALF_TYPES.values() if half.short in computed_halves()]
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA")
@@ -89,7 +89,7 @@ def halves() -> tuple[list[HalfName], list[str]]:
 def measured(
     sets: list[str], precisions: list[HalfName], wheels: Path | None, only: str, notes: Console
 ) -> dict[HalfName, dict[str, Compared]]:
-    """The comparisons by precision, set and name of the model; one process computes at a time."""
+    """Return the comparisons by precision, set and name of the model; one process computes at a time."""
     found: dict[HalfName, dict[str, Compared]] = {half: {of: {} for of in sets} for half in precisions}
     with CrashPool(compared, workers=1, timeout_seconds=TIMEOUT_S) as pool:
         for of in sets:

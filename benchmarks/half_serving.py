@@ -182,7 +182,7 @@ def _converted(model: Path, repository: Path, max_abs_error: float | None) -> Pa
 
 
 def _contestant(text: str, options: RequestSettings, stack: ExitStack) -> tuple[str, LoadTarget]:
-    """The name and the running server of NAME=HOST:PORT/MODEL."""
+    """Return the name and the running server of NAME=HOST:PORT/MODEL."""
     name, _, rest = text.partition("=")
     address, _, model = rest.partition("/")
     if not (name and address and model):
@@ -191,7 +191,7 @@ def _contestant(text: str, options: RequestSettings, stack: ExitStack) -> tuple[
 
 
 def _cells(line: ComparedLevel) -> list[str]:
-    """A row of the table, in the order of HEADINGS."""
+    """Return a row of the table, in the order of HEADINGS."""
     return [
         line.load.text,
         line.name,

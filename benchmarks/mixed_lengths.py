@@ -26,7 +26,8 @@ from google.protobuf import text_format
 from benchmarks.harness.server_process import ServerProcess, server_process
 from halfserve import AsyncClient
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.padding.padding_rule import BUCKETS_KEY, KEY, TOKENS_KEY, PaddingRule, parse_padding_rule
+from halfserve.serve.engine.padding.padding import PaddingRule
+from halfserve.serve.engine.padding.padding_rule import BUCKETS_KEY, KEY, TOKENS_KEY, parse_padding_rule
 from halfserve.serve.engine.tensors import Array
 
 SHORT, LONGEST, ZIPF = (5, 20), 200, 1.2
@@ -74,7 +75,7 @@ def write_ways(model: Path, repository: Path) -> PaddingRule:
 
 
 def longest_inputs(rule: PaddingRule) -> dict[str, Array]:
-    """The inputs of a request of `LONGEST` tokens: the rule's first input has the tokens, a mask is all ones."""
+    """Return the inputs of a request of `LONGEST` tokens: the rule's first input has the tokens, a mask is all ones."""
     tokens, *others = (padded.name for padded in rule.inputs)
     values: dict[str, Array] = {tokens: np.random.default_rng(0).integers(1, TOKENS, (1, LONGEST))}
     for name in others:
@@ -85,7 +86,7 @@ def longest_inputs(rule: PaddingRule) -> dict[str, Array]:
 async def rate(
     client: AsyncClient, way: str, longest: dict[str, Array], lengths: list[int], in_flight: int, seconds: float
 ) -> tuple[int, float]:
-    """Number of requests that a closed loop sends in this time, and the seconds until all are answered."""
+    """Return the number of requests that a closed loop sends in this time, and the seconds until all are answered."""
     left = iter(range(1 << 60))
     answered, began = 0, time.perf_counter()
 

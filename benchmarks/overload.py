@@ -42,7 +42,7 @@ def save_model(repository: Path, target_ms: float | None) -> None:
 
 
 def request() -> bytes:
-    """One row, serialized."""
+    """Return one row, serialized."""
     message = ModelInferRequest(model_name="resnet")
     message.inputs.add(name="x", datatype="FP16", shape=[1, 3, 32, 32])
     message.raw_input_contents.append(np.ones((1, 3, 32, 32), np.float16).tobytes())
@@ -55,7 +55,7 @@ def good_per_second(tally: LoadStatistics, deadline_s: float) -> float:
 
 
 def cells(factor: float, tally: LoadStatistics, deadline_s: float, peak: float, pid: int) -> list[str]:
-    """One load's row of the table; latencies are those of good requests, from the intended sending time."""
+    """Return one load's row of the table; latencies are those of good requests, from the intended sending time."""
     good = good_per_second(tally, deadline_s)
     latencies = (f"{latency:.1f}" for latency in tally.latency.percentiles_ms([50.0, 99.0]))
     others = ", ".join(f"{count} {name}" for name, count in tally.errors.items()) or "-"

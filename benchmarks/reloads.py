@@ -86,7 +86,7 @@ class Median:
 
 
 def median_of(values: Sequence[float]) -> Median:
-    """The median, with the interval between two of the values that follows from the sign test.
+    """Return the median, with the interval between two of the values that follows from the sign test.
 
     Each value is above the true median with probability 1/2, so the number of values above it is binomial (W. J. Conover,
     Practical Nonparametric Statistics, section 3.2). Fewer than six values give no 95 % interval; it then spans all values.
@@ -125,7 +125,7 @@ class Windows:
         return sum(tally.latency.total for tally in self.tallies)
 
     def of_each(self, percentile: float) -> list[float]:
-        """A percentile of each window's latencies, in milliseconds."""
+        """Return a percentile of each window's latencies, in milliseconds."""
         return [tally.latency.percentiles_ms([percentile])[0] for tally in self.tallies]
 
     def together(self) -> list[float]:

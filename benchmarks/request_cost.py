@@ -67,6 +67,7 @@ ROOMS = {
     "transports/": "HTTP/2 and gRPC framing (libnghttp2 included)",
     "protocol/": "request and response messages",
     "engine/execution/batch.py": "rows in and out of the batch",
+    "engine/tensors.py": "rows in and out of the batch",
     "engine/requests.py": "rows in and out of the batch",
     "engine/model_statistics.py": "statistics",
     "engine/queueing/pace.py": "statistics",
@@ -140,13 +141,13 @@ class Client:
 
 
 def loaded(path: Path) -> Model:
-    """The model, on the CPU."""
+    """Return the model, on the CPU."""
     (files,) = find_models(path)
     return load_model(files, OnnxRuntime(), DevicePlacement(use_gpu=False, threads=1), Defaults())
 
 
 def one_row(model: Model) -> bytes:
-    """A framed request of ones."""
+    """Return a framed request of ones."""
     request = pb.ModelInferRequest(model_name=model.name)
     for spec in model.interface.inputs:
         shape = [1, *(16 if size < 0 else size for size in spec.shape[1:])]

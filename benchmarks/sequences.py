@@ -105,7 +105,7 @@ def pieces_of_audio(sequences: int, steps: int, seed: int) -> np.ndarray[Any, np
 
 
 def alone(content: bytes, audio: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The model's answers to each stream by itself: [sequences, steps]."""
+    """Return the model's answers to each stream by itself: [sequences, steps]."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])

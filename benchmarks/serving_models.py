@@ -27,7 +27,7 @@ class Net:
         self.end = "x"
 
     def weight(self, *shape: int) -> str:
-        """A random weight, scaled so that activations keep their size."""
+        """Return a random weight, scaled so that activations keep their size."""
         name = f"w{len(self._weights)}"
         scale = float(np.prod(shape[1:])) ** -0.5
         values = (self._random.standard_normal(shape) * scale).astype(np.float16)
@@ -51,7 +51,7 @@ class Net:
         self.add("Gemm", self.end, self.weight(outputs, inputs), transB=1)
 
     def model(self, input_shape: Shape, output_shape: Shape) -> onnx.ModelProto:
-        """The finished model."""
+        """Return the finished model."""
         self.add("Identity", self.end)
         self._nodes[-1].output[0] = "y"
         graph = helper.make_graph(

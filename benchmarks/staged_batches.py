@@ -26,8 +26,8 @@ from halfserve.serve.engine.backend import ModelInterface
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.queueing.pace import BatchLimits
-from halfserve.serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
-from halfserve.serve.engine.tensors import Tensors, TensorSpec
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import RawInput, RawInputs, RawLayout, Tensors, TensorSpec
 from halfserve.serve.process import infrequent_collection, short_switch_interval
 from halfserve.serve.protocol.service import INFER_PATH, Service
 from halfserve.serve.transports.nghttp2.server import Nghttp2Server
@@ -68,13 +68,13 @@ class Sleeping:
         self.rows, self.gaps_s, self._ended = [], [], 0.0
 
     def said(self) -> str:
-        """The batches in words."""
+        """Return the batches in words."""
         gap_ms = 1e3 * statistics.median(self.gaps_s or [0.0])
         return f"{statistics.mean(self.rows):.1f} rows a batch, {gap_ms:.2f} ms between two (median)"
 
 
 def model_of(backend: Sleeping, rows: int, width: int) -> Model:
-    """A model x FP32 [rows, width] -> y FP32 [rows, 1]."""
+    """Return a model x FP32 [rows, width] -> y FP32 [rows, 1]."""
     x, y = (TensorSpec(name=name, datatype=BY_WIRE["FP32"], shape=(-1, size)) for name, size in (("x", width), ("y", 1)))
     interface = ModelInterface(inputs=(x,), outputs=(y,), batched=True)
     config, limits = ModelConfig(name="sleep", max_batch_size=rows), BatchLimits(max_rows=rows)

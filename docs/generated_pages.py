@@ -1,4 +1,4 @@
-"""Reference pages that are written from the code when the site is built: commands, model settings, metrics, statuses, names."""
+"""Reference pages that are written from the code when the site is built, such as commands, model settings and statuses."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import tempfile
 import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import onnx
 from onnx import TensorProto, helper
@@ -20,6 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import halfserve
 from halfserve import cli
 from halfserve.configuration import key_of, variable
+from halfserve.export.conversion_settings import ConversionSettings, ModuleSettings, PipelineSettings
+from halfserve.protos.request_parameters import REQUEST_PARAMETERS, RESERVED_PREFIX
 from halfserve.serve.client.errors import error_of_code
 from halfserve.serve.engine import errors
 from halfserve.serve.engine.config.parameters import OWN_PARAMETERS
@@ -58,6 +61,7 @@ def write(folder: Path) -> None:
         "commands": _commands(),
         "configuration": _configuration(),
         "settings": _settings(),
+        "request_parameters": _request_parameters(),
         "metrics": _metrics(),
         "statuses": _statuses(),
         "api": _names(),
@@ -111,6 +115,18 @@ def _settings() -> str:
     ) + _table(("key", "default", "values", "meaning"), rows)
 
 
+def _request_parameters() -> str:
+    rows = (
+        (f"`{name}`", parameter.values, parameter.meaning, "yes" if parameter.changes_answer else "no")
+        for name, parameter in REQUEST_PARAMETERS.items()
+    )
+    return (
+        "# Request parameters\n\nEntries of `parameters` in an inference request that the server reads. They are not set from "
+        "a header, and a Python model does not find them among its `parameters`. Models get all others, whose names must not "
+        f"begin with `{RESERVED_PREFIX}`.\n\n"
+    ) + _table(("parameter", "value", "meaning", "part of the response cache's key"), rows)
+
+
 def _metrics() -> str:
     with _server() as port, urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
@@ -124,7 +140,7 @@ def _metrics() -> str:
 
 @contextmanager
 def _server() -> Iterator[int]:
-    """A server with one small model, for as long as the block; gives its metrics port."""
+    """Provide a server with one small model, for as long as the block; gives its metrics port."""
     with tempfile.TemporaryDirectory() as folder:
         x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", 4]) for name in "xy")
         graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "relu", [x], [y])
@@ -172,4 +188,21 @@ def _names() -> str:
             if value.__module__.startswith(prefix):
                 kind, options = ("autoclass", "   :members:\n") if inspect.isclass(value) else ("autofunction", "")
                 parts.append(f"\n```{{eval-rst}}\n.. {kind}:: halfserve.{name}\n{options}```\n")
+        if prefix == "halfserve.export":
+            parts.append(_settings_of_conversions())
+    return "".join(parts)
+
+
+def _settings_of_conversions() -> str:
+    """The fields of the settings, which are keywords of the functions that convert."""
+    parts = ["\n### Settings of a conversion\n\nKeywords of functions; a group has those of the groups before it too.\n"]
+    shown: set[str] = set()
+    for group in (ConversionSettings, PipelineSettings, ModuleSettings):
+        types = get_type_hints(group, include_extras=True)
+        new = [field for field in fields(group) if field.name not in shown]
+        shown |= {field.name for field in new}
+        help_of = {name: kind.__metadata__[-1].help for name, kind in types.items() if get_origin(kind) is Annotated}
+        parts.append(f"\n`{group.__name__}`:\n\n")
+        rows = ((f"`{field.name}`", f"`{field.default!r}`", help_of[field.name]) for field in new)
+        parts.append(_table(("keyword", "default", "meaning"), rows))
     return "".join(parts)

@@ -137,7 +137,7 @@ class ConfigurableStageCommand(StageCommand, ConfigurableCommand):
 
 
 def command_of(name: str) -> Any:
-    """A stage's command, from the module that holds it."""
+    """Return a stage's command, from the module that holds it."""
     stage = STAGES[name]
     single = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     function = getattr(stage.load(), name)
@@ -158,7 +158,7 @@ def command_of(name: str) -> Any:
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """Every command by its words: "serve", "cluster run"; a group comes before its commands."""
+    """Yield every command by its words: "serve", "cluster run"; a group comes before its commands."""
     for name in STAGES:
         command = command_of(name)
         yield name, command

@@ -25,15 +25,21 @@ MODULES = (
     "engine.batcher",
     "engine.caching.caching_scheduler",
     "engine.caching.response_cache",
+    "engine.dispatch.delivery",
+    "engine.dispatch.dispatcher",
+    "engine.dispatch.free_instances",
+    "engine.dispatch.refusals",
+    "engine.dispatch.short_batches",
     "engine.execution.assembly",
     "engine.execution.batch",
     "engine.execution.batch_invariance",
-    "engine.execution.delivery",
-    "engine.execution.free_instances",
+    "engine.execution.batch_runner",
     "engine.execution.instance",
     "engine.execution.memory_limit",
     "engine.execution.output_backlog",
-    "engine.execution.short_batches",
+    "engine.execution.recovery",
+    "engine.execution.request_batch",
+    "engine.execution.runners",
     "engine.execution.staging",
     "engine.inference_core",
     "engine.model",
@@ -48,8 +54,10 @@ MODULES = (
     "engine.queueing.pace",
     "engine.queueing.waiting_requests",
     "engine.requests",
+    "engine.results",
     "engine.tensors",
-    "observability.observed_request",
+    "observability.inference_record",
+    "observability.observer",
     "protocol.classification",
     "protocol.codec",
     "protocol.deferred_response",
@@ -107,7 +115,7 @@ class _Sources:
 
 
 def library_of(module: str) -> str:
-    """The library in serve/ that contains a module's code; the file beside the source only refers to it.
+    """Return the library in serve/ that contains a module's code; the file beside the source only refers to it.
 
     Each folder has one library: an edit recompiles only its folder, and several processor cores compile several folders.
     """

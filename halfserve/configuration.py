@@ -86,13 +86,13 @@ class ConfigurableCommand(OptionCommand):
 
 
 def key_of(parameter: Any) -> str:
-    """The key in the config file: `grpc_port` for --grpc-port, `path` for the argument PATH."""
+    """Return the key in the config file: `grpc_port` for --grpc-port, `path` for the argument PATH."""
     name = parameter.opts[0] if parameter.param_type_name == "option" else parameter.name
     return str(name).lstrip("-").replace("-", "_")
 
 
 def variable(words: Iterable[str], key: str) -> str:
-    """The environment variable of an option: HALFSERVE_SERVE_GRPC_PORT for `grpc_port` of `halfserve serve`."""
+    """Return the environment variable of an option: HALFSERVE_SERVE_GRPC_PORT for `grpc_port` of `halfserve serve`."""
     return (PREFIX + "_".join([*words, key])).replace("-", "_").upper()
 
 
@@ -174,7 +174,7 @@ def _print_instead(ctx: typer.Context, value: bool) -> None:
 
 
 def _table(path: Path, words: list[str], commands: list[str]) -> dict[str, Any]:
-    """The command's table in a file, empty if there is none."""
+    """Return the command's table in a file, empty if there is none."""
     try:
         content: Any = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
@@ -217,7 +217,7 @@ def _check_variables(ctx: Any, parameters: Sequence[Any]) -> None:
 
 
 def _words(ctx: Any) -> list[str]:
-    """The command's name without "halfserve"; several words for a command of a group."""
+    """Return the command's name without "halfserve"; several words for a command of a group."""
     own = [str(ctx.info_name)]
     return own if ctx.parent is None or ctx.parent.parent is None else [*_words(ctx.parent), *own]
 

@@ -70,7 +70,7 @@ class VerifyingKey:
         self._key: Ed25519PublicKey = key
 
     def signed(self, certificate: Mapping[str, Any]) -> bool:
-        """Whether the certificate, given as JSON types, was signed with this key's private key."""
+        """Return whether the certificate, given as JSON types, was signed with this key's private key."""
         from cryptography.exceptions import InvalidSignature  # noqa: PLC0415  (see the module's text)
 
         given = certificate.get("signature")

@@ -68,12 +68,12 @@ class ModelDigests:
 
 
 def certificate_sha256(certificate: Mapping[str, Any]) -> str:
-    """The hash of a certificate, given as JSON types, for its model's metadata; in hexadecimal."""
+    """Return the hash of a certificate, given as JSON types, for its model's metadata; in hexadecimal."""
     return hashlib.sha256(_canonical(certificate, without=_NOT_NAMED)).hexdigest()
 
 
 def signed_bytes(certificate: Mapping[str, Any]) -> bytes:
-    """The bytes that a signature covers: all fields except the signature, as ASCII JSON with sorted keys."""
+    """Return the bytes that a signature covers: all fields except the signature, as ASCII JSON with sorted keys."""
     return _canonical(certificate, without=frozenset({"signature"}))
 
 
@@ -139,25 +139,25 @@ def _tensor_text(tensor: Any, batch: list[int]) -> str:
 
 
 def metadata_entry(key: str, value: str) -> bytes:
-    """An entry of a model's metadata, as bytes that may be appended to a model file."""
+    """Return an entry of a model's metadata, as bytes that may be appended to a model file."""
     content = value.encode()
     body = _key_field(key) + length_delimited(_VALUE, len(content)) + content
     return length_delimited(_METADATA, len(body)) + body
 
 
 def named_entry(digest: str) -> bytes:
-    """The metadata entry that names a certificate."""
+    """Return the metadata entry that names a certificate."""
     return metadata_entry(NAME, digest)
 
 
 def certificate_entry(content: Mapping[str, Any]) -> bytes:
-    """The metadata entry that contains a certificate, given as JSON types."""
+    """Return the metadata entry that contains a certificate, given as JSON types."""
     packed = zlib.compress(json.dumps(content, allow_nan=False, separators=(",", ":")).encode(), 9)
     return metadata_entry(INSIDE, base64.b64encode(packed).decode())
 
 
 def unpacked_certificate(value: bytes) -> bytes:
-    """The JSON in the value of such an entry; the value itself where it is another, which is no JSON."""
+    """Return the JSON in the value of such an entry; the value itself where it is another, which is no JSON."""
     try:
         stream = zlib.decompressobj()
         content = stream.decompress(base64.b64decode(value, validate=True), MAX_CERTIFICATE_BYTES)
@@ -172,7 +172,7 @@ def _key_field(key: str) -> bytes:
 
 
 def _entries(window: FileWindow) -> Iterator[tuple[str, TopLevelField, int]]:
-    """The metadata entries about a certificate in a model file: key, place, and where the value's field begins."""
+    """Yield the metadata entries about a certificate in a model file: key, place, and where the value's field begins."""
     for field in top_level_fields(window):
         for key in (NAME, INSIDE):
             head = field.body + len(_key_field(key))
@@ -181,7 +181,7 @@ def _entries(window: FileWindow) -> Iterator[tuple[str, TopLevelField, int]]:
 
 
 def unnamed_pieces(file: BinaryIO, size: int) -> Iterator[tuple[int, int]]:
-    """The ranges (start, end) of a model file between the metadata entries about its certificate, in order.
+    """Yield the ranges (start, end) of a model file between the metadata entries about its certificate, in order.
 
     Raises:
         DamagedFileError: the file is no protobuf message, or ends within one.
@@ -195,7 +195,7 @@ def unnamed_pieces(file: BinaryIO, size: int) -> Iterator[tuple[int, int]]:
 
 
 def certificate_inside(file: BinaryIO, size: int) -> bytes | None:
-    """The certificate that a model file contains, as JSON; None if it contains none.
+    """Return the certificate that a model file contains, as JSON; None if it contains none.
 
     Raises:
         DamagedFileError: the file is no protobuf message, or ends within one.
@@ -212,7 +212,7 @@ def certificate_inside(file: BinaryIO, size: int) -> bytes | None:
 
 
 def model_digests(file: BinaryIO, size: int) -> ModelDigests:
-    """The hashes of a model file.
+    """Return the hashes of a model file.
 
     Args:
         file: the ONNX file, seekable.

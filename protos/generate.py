@@ -32,7 +32,7 @@ globals().update(
 
 
 def generated_files() -> dict[str, str]:
-    """The expected content of each generated file: path relative to the root -> text.
+    """Return the expected content of each generated file: path relative to the root -> text.
 
     Raises:
         RuntimeError: protoc does not accept a .proto file; protoc has printed where and why.

@@ -84,7 +84,7 @@ class PictureFile:
         raise _unreadable("its first bytes are those of another format")
 
     def content(self) -> bytes:
-        """The file, with nothing but what its pixels need."""
+        """Return the file, with nothing but what its pixels need."""
         return b"".join(self._kept)
 
     def keep(self, *pieces: bytes | memoryview) -> None:
@@ -122,7 +122,7 @@ class PictureFile:
 
 
 def orientation_of(exif: bytes) -> int:
-    """The orientation in an Exif block, from 1 to 8; 1 where it has none. See the TIFF 6.0 specification, section 2."""
+    """Return the orientation in an Exif block, from 1 to 8; 1 where it has none. See the TIFF 6.0 specification, section 2."""
     tiff = exif.removeprefix(EXIF_START)
     is_little = tiff.startswith(b"II*\0")
     if not is_little and not tiff.startswith(b"MM\0*"):
@@ -187,7 +187,7 @@ def _count_scan(picture: PictureFile, components: int) -> None:
 
 
 def _next_marker(data: bytes, at: int) -> int | None:
-    """The position of the next marker with content."""
+    """Return the position of the next marker with content."""
     while at < len(data) - 1:
         end = min(at + SEARCHED_BYTES, len(data))
         found = MARKER.search(data, at, end)
@@ -260,7 +260,7 @@ def _webp(data: bytes) -> PictureFile:
 
 
 def _webp_size(name: bytes, head: bytes) -> tuple[int, int]:
-    """The width and height in the first chunk of a WebP."""
+    """Return the width and height in the first chunk of a WebP."""
     if len(head) == 10 and name == b"VP8X":
         return int.from_bytes(head[4:7], "little") + 1, int.from_bytes(head[7:10], "little") + 1
     if len(head) == 10 and name == b"VP8 " and head[3:6] == b"\x9d\x01\x2a":

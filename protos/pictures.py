@@ -97,7 +97,7 @@ class PicturePreparation:
             raise ValueError(f"is not as export writes it: {error}") from None
 
     def to_bytes(self) -> bytes:
-        """The content of a preprocessing.json."""
+        """Return the content of a preprocessing.json."""
         resize = self.resize
         content = {
             "height": self.height,
@@ -109,7 +109,7 @@ class PicturePreparation:
         return json.dumps(content, indent=2).encode() + b"\n"
 
     def scaled(self, height: int, width: int) -> tuple[int, int]:
-        """The height and width that a picture of these is scaled to."""
+        """Return the height and width that a picture of these is scaled to."""
         if not isinstance(self.resize, int):
             return self.resize
         # As torchvision, timm and transformers round it.
@@ -117,7 +117,7 @@ class PicturePreparation:
         return (longer, self.resize) if height >= width else (self.resize, longer)
 
     def applied(self, image: Image) -> Image:
-        """An upright RGB picture, scaled and cut."""
+        """Return an upright RGB picture, scaled and cut."""
         height, width = self.scaled(image.height, image.width)
         scaled = image.resize((width, height), FILTERS.index(self.resample))
         top, left = self._before(height - self.height), self._before(width - self.width)
@@ -167,7 +167,7 @@ class EncodedPicture:
         )
 
     def pixels(self, preparation: PicturePreparation) -> NDArray[np.uint8]:
-        """The prepared pixels: uint8 (height, width, 3), RGB.
+        """Return the prepared pixels: uint8 (height, width, 3), RGB.
 
         Raises:
             PictureError: The file is broken or cut short.
@@ -191,7 +191,7 @@ class EncodedPicture:
 
 
 def prepared_pixels(data: bytes, preparation: PicturePreparation) -> NDArray[np.uint8]:
-    """The pixels of an encoded picture: uint8 (height, width, 3), RGB.
+    """Return the pixels of an encoded picture: uint8 (height, width, 3), RGB.
 
     Raises:
         PictureError: The picture cannot be used.

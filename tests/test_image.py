@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from halfserve import Client
-from halfserve.serve.security.roles import Role
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.security.security_options import SecurityOptions
 from tests.deploy.built_images import BuiltImage, built_images, can_build_images
 from tests.deploy.manifests import ROOT

@@ -26,7 +26,7 @@ EXPORT_REFUSAL = (
 
 
 def make_kernel(overload: OpOverload) -> Callable[..., Any]:
-    """The kernel of one overload: this thread's policy, and torch's own behaviour where the policy has no rule."""
+    """Return the kernel of one overload: this thread's policy, and torch's own behaviour where the policy has no rule."""
     name = qualified_name(overload)
     dtype_position = _dtype_position(overload)
     takes_numbers = _C._should_allow_numbers_as_tensors(_bare(name))  # noqa: SLF001  (no public way to ask)
@@ -98,7 +98,7 @@ def _target_dtype(rule: Rule, device_type: str, eligible: list[torch.Tensor]) ->
 
 
 def widest_dtype(eligible: list[torch.Tensor]) -> torch.dtype:
-    """The widest dtype of these tensors: float32 for two different low-precision dtypes."""
+    """Return the widest dtype of these tensors: float32 for two different low-precision dtypes."""
     dtypes = {tensor.dtype for tensor in eligible}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
@@ -108,7 +108,7 @@ _CASTABLE = {torch.float16, torch.bfloat16, torch.float32}
 
 
 def eligible_tensors(values: Iterable[Any], device_type: str) -> list[torch.Tensor]:
-    """The tensors of a call, in lists too, that autocast may cast on a device."""
+    """Return the tensors of a call, in lists too, that autocast may cast on a device."""
     found: list[torch.Tensor] = []
     is_there = f"is_{device_type}"  # asked five times faster than device.type
     for value in values:
@@ -121,7 +121,7 @@ def eligible_tensors(values: Iterable[Any], device_type: str) -> list[torch.Tens
 
 
 def cast_all(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """An argument with every eligible tensor in it cast."""
+    """Return an argument with every eligible tensor in it cast."""
     if isinstance(value, torch.Tensor):
         is_castable = value.dtype in _CASTABLE and value.dtype is not dtype and value.device.type == device_type
         return value.to(dtype) if is_castable else value

@@ -55,11 +55,11 @@ class Policies:
     _successors: dict[tuple[str, Policy], Policies] = field(default_factory=dict, repr=False)
 
     def of(self, device_type: str) -> Policy:
-        """The policy of a device type; the native one by default."""
+        """Return the policy of a device type; the native one by default."""
         return self.by_device.get(device_type) or Policy()
 
     def with_policy(self, device_type: str, policy: Policy) -> Policies:
-        """These policies with another one for a device type; this object itself if that changes nothing.
+        """Return these policies with another one for a device type; this object itself if that changes nothing.
 
         Raises:
             RuntimeError: If the process has seen too many different policies, or a custom backend uses their dispatch key.
@@ -87,7 +87,7 @@ _all: dict[Number, Policies] = {}
 
 
 def policies_in_force() -> Policies:
-    """The policies of this thread's innermost region."""
+    """Return the policies of this thread's innermost region."""
     if not torch._C._dispatch_tls_is_dispatch_key_included(KEY):  # noqa: SLF001  (dispatch keys have no public face)
         return NO_POLICIES
     return _all.get((torch.get_autocast_dtype(_FIRST), torch.get_autocast_dtype(_SECOND)), NO_POLICIES)

@@ -210,7 +210,7 @@ _traced = _Traced()
 def traced_region(
     device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, policy: str
 ) -> Iterator[None]:
-    """A region of torch's own with a policy in force, which torch.compile can trace into one graph.
+    """Provide a region of torch's own with a policy in force, which torch.compile can trace into one graph.
 
     Two calls in the graph enforce the policy and restore the state before. They act while the graph's operations are traced
     further, where the policy's kernels insert its casts; the compiled code contains neither. The policy's string form is part
@@ -262,7 +262,7 @@ def _type_of_regions(_: object) -> type:
 
 
 def may_have_a_policy() -> bool:
-    """Whether the current trace can keep a policy, which torch.export cannot.
+    """Return whether the current trace can keep a policy, which torch.export cannot.
 
     Also gives Dynamo's object for torch.autocast a Python type: torch 2.11 asks for it when `__new__` makes one, and fails
     without.

@@ -100,7 +100,7 @@ def _layer_kernel(torchs: Any) -> Callable[..., Any]:
 
 @functools.cache
 def has_lstm(dtype: torch.dtype, trains: bool) -> bool:
-    """Whether oneDNN has LSTMs of a dtype on this processor, with gradients if `trains`, and else without."""
+    """Return whether oneDNN has LSTMs of a dtype on this processor, with gradients if `trains`, and else without."""
     # A thread of its own has none of the modes that the caller may be in: fake tensors, transforms, autocast.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_runs_lstm, dtype, trains).result()

@@ -227,7 +227,7 @@ class Batches:
         return self._split.world_size == 1 or (self._stream is None and self._shuffle)
 
     def batches_per_epoch(self) -> int | None:
-        """The number of this rank's batches in every epoch; None for a stream."""
+        """Return the number of this rank's batches in every epoch; None for a stream."""
         return None if self._stream is not None else self._split.batches(len(self._dataset))
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[tuple[Any, Any]]:

@@ -24,7 +24,7 @@ class WorkerTraceback(Exception):  # noqa: N818  (never raised: the cause of a D
 
 
 def no_shared_memory(error: Exception, name: str) -> DataError | None:
-    """The error for a worker process without shared memory for a batch; None for all other errors.
+    """Return the error for a worker process without shared memory for a batch; None for all other errors.
 
     torch leaves an empty file behind, which is removed here.
     """

@@ -199,7 +199,7 @@ def _listed(items: list[int]) -> str:
 
 
 def splits_itself(dataset: Dataset[Any]) -> bool:
-    """Whether a stream gives each rank and each worker samples of its own.
+    """Return whether a stream gives each rank and each worker samples of its own.
 
     webdataset's pipelines do; other data sets declare it by an attribute `splits_itself = True`.
     """

@@ -50,7 +50,9 @@ class Split:
         return self.batch_size * self.world_size
 
     def uses(self, number: int, items: int) -> bool:
-        """Whether this rank makes a batch of a round (from 0) of `items` items; only the last has fewer than `round_size`."""
+        """Return whether this rank makes a batch of a round (from 0) of `items` items; only the last has fewer than
+        `round_size`.
+        """
         if items == self.round_size:
             return True
         if self.drop_last or (self.drop_last is None and self.training and number > 0):
@@ -59,7 +61,7 @@ class Split:
         return items >= self.world_size if self.training else items > self.rank
 
     def batches(self, items: int) -> int:
-        """The number of this rank's batches in an epoch of `items` items."""
+        """Return the number of this rank's batches in an epoch of `items` items."""
         full, rest = divmod(items, self.round_size)
         return full + self.uses(full, rest)
 
@@ -100,7 +102,7 @@ class OrdersItself(Protocol):
     """A data set with a length that defines a better order for training than a random one, such as neighbours together."""
 
     def epoch_order(self, generator: torch.Generator) -> Tensor:
-        """The items of one epoch: as many indices as the set has items, int64 of shape [len(self)].
+        """Return the items of one epoch: as many indices as the set has items, int64 of shape [len(self)].
 
         `generator`, seeded by the run's seed and the epoch, is the only source of randomness to use.
         """
@@ -113,7 +115,7 @@ def stream_plans(epoch: int, *, skip: int) -> Iterator[BatchPlan]:
 
 
 def indexed_plans(dataset: Any, split: Split, *, seed: int, epoch: int, skip: int, shuffle: bool) -> Iterator[BatchPlan]:
-    """The plans of one rank's epoch.
+    """Yield the plans of one rank's epoch.
 
     Raises:
         DataError: If the data set orders itself and does it wrong.

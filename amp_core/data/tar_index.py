@@ -24,7 +24,7 @@ MOST_NAMES = 1_000_000
 
 
 def shard_paths(shards: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The files of one or more patterns, in their order; the matches of one `*` sorted by name.
+    """Return the files of one or more patterns, in their order; the matches of one `*` sorted by name.
 
     A pattern has `{a,b}` for alternatives, `{0000..0011}` for a range (as wide as its first number is written) and `*`, `?`,
     `[...]` for existing files.

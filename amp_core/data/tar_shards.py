@@ -61,7 +61,7 @@ DECODERS: dict[str, Decoder] = {
 
 
 def decoder_for(field: str, own: Mapping[str, Decoder]) -> Decoder:
-    """The decoder of a field, such as `image.npy`; the user's own, by its whole name or its last part, take precedence.
+    """Return the decoder of a field, such as `image.npy`; the user's own, by its whole name or its last part, take precedence.
 
     Raises:
         DataError: If there is none, or it needs a package that is not installed.
@@ -160,7 +160,7 @@ def tar_shards(
     transform: Transform | None = None,
     shuffle_window: int = 10_000,
 ) -> TarShards:
-    """A data set of the samples in local tar files.
+    """Return a data set of the samples in local tar files.
 
     A sample is a run of files whose names are equal up to the first dot, as in WebDataset's shards: `000017.image.npy`,
     `000017.label.cls`. The headers of all shards are read at once (20 microseconds a file), so the set has a length, a

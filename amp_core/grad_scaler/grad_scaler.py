@@ -218,12 +218,12 @@ class GradScaler:
         return self._outcomes.skipped()
 
     def skipped(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer's step was skipped; see `step_was_skipped`."""
+        """Return whether this optimizer's step was skipped; see `step_was_skipped`."""
         outcome = self._outcomes.of(optimizer)
         return outcome is not None and outcome.skipped()
 
     def overflowed_parameters(self, model: nn.Module | None = None) -> list[str]:
-        """The names of the parameters that caused the last skipped step; empty if no step was skipped.
+        """Return the names of the parameters that caused the last skipped step; empty if no step was skipped.
 
         With a fused optimizer on an accelerator the gradients are checked now: ask before they are clipped or cleared.
 
@@ -243,11 +243,11 @@ class GradScaler:
         return self._history.records()
 
     def is_enabled(self) -> bool:
-        """Whether this scaler does anything."""
+        """Return whether this scaler does anything."""
         return self._enabled
 
     def get_scale(self) -> float:
-        """The current scale, 1.0 if disabled. Waits for the device."""
+        """Return the current scale, 1.0 if disabled. Waits for the device."""
         return self._loss_scale.get() if self._enabled else 1.0
 
     @property
@@ -266,7 +266,7 @@ class GradScaler:
         return self._loss_scale.hysteresis.times
 
     def get_growth_factor(self) -> float:
-        """The factor by which the scale grows."""
+        """Return the factor by which the scale grows."""
         return self._loss_scale.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -278,7 +278,7 @@ class GradScaler:
         self._loss_scale.growth_factor = checked_growth_factor(new_factor)
 
     def get_backoff_factor(self) -> float:
-        """The factor of the scale after an overflow."""
+        """Return the factor of the scale after an overflow."""
         return self._loss_scale.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
@@ -290,7 +290,7 @@ class GradScaler:
         self._loss_scale.backoff_factor = checked_backoff_factor(new_factor)
 
     def get_growth_interval(self) -> int:
-        """The number of steps in a row without an overflow after which the scale grows."""
+        """Return the number of steps in a row without an overflow after which the scale grows."""
         return self._loss_scale.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
@@ -304,7 +304,7 @@ class GradScaler:
         self._loss_scale.set_growth_interval(new_interval, self._loss_scale.get_growth_tracker())
 
     def state_dict(self) -> dict[str, Any]:
-        """The state under torch's keys, to be taken after `update`; empty if disabled.
+        """Return the state under torch's keys, to be taken after `update`; empty if disabled.
 
         With a hysteresis above 1 it has two more keys, which torch ignores. The history is not part of it.
         """

@@ -49,7 +49,7 @@ def checked_scale(value: float, low: float, high: float, name: str) -> float:
 
 
 def number_of(value: float | Tensor, name: str) -> Any:
-    """The number in a one-element tensor; anything else unchanged, for `checked_scale` to judge. Waits for the device.
+    """Return the number in a one-element tensor; anything else unchanged, for `checked_scale` to judge. Waits for the device.
 
     Raises:
         ValueError: If the tensor requires a gradient.
@@ -126,7 +126,7 @@ class Hysteresis:
             self.left.masked_fill_((found_inf == 0) & (growth_tracker == 0), self.times)
 
     def get_left(self) -> int:
-        """The count as a number; waits for the device."""
+        """Return the count as a number; waits for the device."""
         return self._initially_left if self.left is None else int(self.left.item())
 
     def set(self, times: int, left: int) -> None:
@@ -213,7 +213,7 @@ class LossScale:
         self._bound_version = 0  # the version of the tensor that the bound describes
 
     def on(self, device: torch.device) -> Tensor:
-        """The scale on a device; the first such device becomes its home."""
+        """Return the scale on a device; the first such device becomes its home."""
         if self.tensor is None:
             # torch.full would be recorded as one of the model's operations in the first step of a process; torch.tensor is not.
             self.tensor = torch.tensor(self._initial, dtype=torch.float32, device=device)
@@ -223,7 +223,7 @@ class LossScale:
         return self.tensor.to(device, non_blocking=True)
 
     def needed_by(self, method: str) -> Tensor:
-        """The scale, which a loss must have used already.
+        """Return the scale, which a loss must have used already.
 
         Raises:
             RuntimeError: If no loss was scaled; names `method`.
@@ -248,11 +248,11 @@ class LossScale:
         raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, got a {type(outputs).__name__}")
 
     def get(self) -> float:
-        """The scale as a number; waits for the device."""
+        """Return the scale as a number; waits for the device."""
         return self._initial if self.tensor is None else float(self.tensor.item())
 
     def snapshot(self) -> float | Tensor:
-        """The scale for later reading: a number on the CPU, else a copy on the device."""
+        """Return the scale for later reading: a number on the CPU, else a copy on the device."""
         return self.get() if self._is_at_hand() or self.tensor is None else self.tensor.clone()
 
     def set(self, value: float, name: str) -> None:
@@ -262,7 +262,7 @@ class LossScale:
             self._note_bound(self._initial)
 
     def get_growth_tracker(self) -> int:
-        """The number of steps in a row without an overflow; waits for the device."""
+        """Return the number of steps in a row without an overflow; waits for the device."""
         return self._initial_tracker if self.growth_tracker is None else int(self.growth_tracker.item())
 
     def set_growth_interval(self, interval: int, growth_tracker: int) -> None:
@@ -302,15 +302,15 @@ class LossScale:
             self.tensor.clamp_(self.min_scale, self.max_scale)
 
     def may_be_below_one(self) -> bool:
-        """Whether dividing by the scale may enlarge a gradient. Waits only after a foreign write to the scale."""
+        """Return whether dividing by the scale may enlarge a gradient. Waits only after a foreign write to the scale."""
         return self.min_scale < 1.0 and self._at_least() < 1.0
 
     def is_smallest(self) -> bool:
-        """Whether the scale is at its minimum. Waits for an accelerator only if the minimum is near."""
+        """Return whether the scale is at its minimum. Waits for an accelerator only if the minimum is near."""
         return self._at_least() <= self.min_scale and self.get() <= self.min_scale
 
     def state_dict(self) -> dict[str, Any]:
-        """The state under the keys of `torch.amp.GradScaler`, with two more keys if there is hysteresis."""
+        """Return the state under the keys of `torch.amp.GradScaler`, with two more keys if there is hysteresis."""
         state = {
             "scale": self.get(),
             "growth_factor": self.growth_factor,
@@ -340,7 +340,7 @@ class LossScale:
         self.set_hysteresis(times, left)
 
     def _is_at_hand(self) -> bool:
-        """Whether reading the scale waits for nothing."""
+        """Return whether reading the scale waits for nothing."""
         return self.tensor is not None and self.tensor.device.type == "cpu"
 
     def _at_least(self) -> float:

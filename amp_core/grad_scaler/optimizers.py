@@ -84,20 +84,20 @@ def check_and_unscale_(
 
 
 def is_finite(gradient: Tensor) -> bool:
-    """Whether `check_and_unscale_` counts a gradient as finite. Waits for the device."""
+    """Return whether `check_and_unscale_` counts a gradient as finite. Waits for the device."""
     values = dense(gradient)
     found = _sum_of_magnitudes(values) if _repeats(gradient) else values
     return bool(torch.isfinite(found).all())
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """A view of the real numbers that a gradient stores; those of repeated indices stay apart."""
+    """Return a view of the real numbers that a gradient stores; those of repeated indices stay apart."""
     values = gradient._values() if gradient.is_sparse else gradient  # noqa: SLF001  (values() would make a copy out of reach)
     return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _stored(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-    """The stored values of all gradients, and of those with repeated indices."""
+    """Return the stored values of all gradients, and of those with repeated indices."""
     stored, repeated = [], []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -116,7 +116,7 @@ def _repeats(gradient: Tensor) -> bool:
 
 
 def _sum_of_magnitudes(values: Tensor) -> Tensor:
-    """An upper bound of the sum of duplicates; half the time of summing them, and no wait for the device."""
+    """Return an upper bound of the sum of duplicates; half the time of summing them, and no wait for the device."""
     total: Tensor = torch.linalg.vector_norm(values, 1, dtype=torch.promote_types(values.dtype, torch.float32))
     return total
 
@@ -127,12 +127,12 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def with_non_finite_gradients(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters whose gradients contain an infinity or a NaN. Waits for the device."""
+    """Return the parameters whose gradients contain an infinity or a NaN. Waits for the device."""
     return [p for p in parameters_of(optimizer) if p.grad is not None and not is_finite(p.grad)]
 
 
 def names_of(parameters: Iterable[Tensor], optimizer: Optimizer, model: nn.Module | None = None) -> list[str]:
-    """The model's names for parameters if given, else the optimizer's own, else their places in the parameter groups."""
+    """Return the model's names for parameters if given, else the optimizer's own, else their places in the parameter groups."""
     names = {id(parameter): name for parameter, name in _names_in(optimizer)}
     if model is not None:
         names |= {id(parameter): name for name, parameter in model.named_parameters()}
@@ -140,7 +140,7 @@ def names_of(parameters: Iterable[Tensor], optimizer: Optimizer, model: nn.Modul
 
 
 def listed(names: list[str], most: int = 3) -> str:
-    """The first few names, and the number of the others, for a message."""
+    """Return the first few names, and the number of the others, for a message."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -169,12 +169,12 @@ FOUND = "found_inf_per_device"  # key of the flags by device: a float32 scalar t
 
 
 def refresh_per_optimizer_state() -> dict[str, Any]:
-    """The state of an optimizer that was not touched in this iteration, under torch's name and keys."""
+    """Return the state of an optimizer that was not touched in this iteration, under torch's name and keys."""
     return {"stage": OptState.READY, FOUND: {}}
 
 
 def takes_scale(optimizer: Any) -> bool:
-    """Whether an optimizer unscales and skips in its own fused kernel, without a wait for the device."""
+    """Return whether an optimizer unscales and skips in its own fused kernel, without a wait for the device."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not _wants_scaler(type(optimizer).step)
 
 
@@ -185,7 +185,7 @@ def _wants_scaler(step: Callable[..., Any]) -> bool:
 
 
 def must_not_skip_itself(optimizer: Any) -> bool:
-    """Whether a fused optimizer would keep uninitialized memory if it skipped this step.
+    """Return whether a fused optimizer would keep uninitialized memory if it skipped this step.
 
     SGD allocates its momentum without writing it and reads it at the next step, even if the kernel skipped this step
     (`torch.optim.sgd._fused_sgd`).
@@ -198,7 +198,7 @@ def must_not_skip_itself(optimizer: Any) -> bool:
 
 
 def total(found: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The sum of at least one scalar from several devices, on one device."""
+    """Return the sum of at least one scalar from several devices, on one device."""
     first, *others = [flag.to(device, non_blocking=True) for flag in found]
     return torch.stack([first, *others]).sum() if others else first
 

@@ -31,14 +31,14 @@ class StepOutcome:
         self._read: list[tuple[Tensor, int]] | None = None
 
     def overflowed(self) -> bool:
-        """Whether a gradient is not finite. Waits for the device once, and again if the flags were reduced since."""
+        """Return whether a gradient is not finite. Waits for the device once, and again if the flags were reduced since."""
         flags = [(flag, flag._version) for flag in self.state[FOUND].values()]  # noqa: SLF001  (the only mark of a write)
         if self._read is None or not _same(flags, self._read):
             self._known, self._read = any(bool(flag.item()) for flag, _ in flags), flags
         return self._known
 
     def known(self) -> bool | None:
-        """Whether a gradient is not finite; None if the answer would wait for the device."""
+        """Return whether a gradient is not finite; None if the answer would wait for the device."""
         if self._read is None and any(flag.device.type != "cpu" for flag in self.state[FOUND].values()):
             return None
         return self.overflowed()
@@ -52,7 +52,7 @@ class StepOutcome:
         return self.undone or self.overflowed()
 
     def names(self, model: nn.Module | None = None) -> list[str]:
-        """The names of the parameters that caused a skipped step."""
+        """Return the names of the parameters that caused a skipped step."""
         if not self.skipped():
             return []
         if self.culprits is None:
@@ -84,7 +84,7 @@ class StepOutcomes:
         return self._by_optimizer.get(id(optimizer))
 
     def of_check(self, optimizer: Optimizer, state: dict[str, Any]) -> StepOutcome:
-        """The outcome of a check in this iteration, also of one that a framework made without noting it."""
+        """Return the outcome of a check in this iteration, also of one that a framework made without noting it."""
         outcome = self._by_optimizer.get(id(optimizer))
         return (
             outcome if outcome and outcome.state is state and not self._is_over else self.note(optimizer, state, look_now=True)
@@ -98,7 +98,7 @@ class StepOutcomes:
         return [] if self._is_over else list(self._by_optimizer.values())
 
     def overflow_is_known(self) -> bool | None:
-        """Whether any gradient overflowed in this iteration; None if the answer would wait for the device."""
+        """Return whether any gradient overflowed in this iteration; None if the answer would wait for the device."""
         known = [outcome.known() for outcome in self.of_this_iteration()]
         return True if True in known else None if None in known else False
 
@@ -194,7 +194,7 @@ class Exhaustion:
         self._has_warned = False
 
     def message(self, loss_scale: LossScale, outcomes: list[StepOutcome]) -> str | None:
-        """The message about an iteration, before its scale is adapted; None if the scale is not exhausted.
+        """Return the message about an iteration, before its scale is adapted; None if the scale is not exhausted.
 
         Waits for an accelerator only if the host does not know a step's outcome and the scale is near its minimum.
         """

@@ -54,7 +54,7 @@ class StepSnapshot:
             group.update(settings)
 
     def became_non_finite(self) -> list[Tensor]:
-        """The parameters that now contain infinities or NaNs and did not before. Waits for the device."""
+        """Return the parameters that now contain infinities or NaNs and did not before. Waits for the device."""
         broken = [(parameter, before) for parameter, before in self._parameters if not _is_finite(parameter)]
         return [parameter for parameter, before in broken if _is_finite(before)]
 
@@ -205,7 +205,7 @@ class Stepper:
         self.runs_closure = False
 
     def flags(self) -> list[Tensor]:
-        """The flags of this iteration's checks: scalars, not 0 where a gradient is not finite."""
+        """Return the flags of this iteration's checks: scalars, not 0 where a gradient is not finite."""
         return [flag for state in self.states.values() for flag in state[FOUND].values()]
 
     def end_iteration(self) -> None:
@@ -315,11 +315,11 @@ class Stepper:
         return self._guards or (self._allow_fp16 and any(p.dtype is torch.float16 for p in parameters_of(optimizer)))
 
     def _skips_itself(self, outcome: StepOutcome) -> bool:
-        """Whether a fused optimizer decides on the device, because the host does not know the outcome."""
+        """Return whether a fused optimizer decides on the device, because the host does not know the outcome."""
         return outcome.known() is None and not must_not_skip_itself(outcome.optimizer)
 
     def _agree(self, is_broken: bool) -> bool:
-        """Whether a step is to be undone because of this process or another."""
+        """Return whether a step is to be undone because of this process or another."""
         if self._reduce_found_inf is None:
             return is_broken
         flag = torch.full_like(self._loss_scale.needed_by("step"), float(is_broken))

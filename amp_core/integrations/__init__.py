@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 def not_installed(error: ModuleNotFoundError, package: str, minimum: str) -> ImportError:
-    """The error to raise from a failed import of a framework, of version `minimum` or later, with the command to install it.
+    """Return the error to raise from a failed import of a framework, of version `minimum` or later, with the command to install
+    it.
 
     If another module than the framework is missing, it is `error` itself.
     """

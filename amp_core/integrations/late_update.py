@@ -12,7 +12,7 @@ from halfserve.amp_core.policy import Policy
 
 
 def given_policy(policy: Policy | str | None) -> Policy:
-    """An integration's argument `policy`; None is the empty policy."""
+    """Return an integration's argument `policy`; None is the empty policy."""
     return Policy() if policy is None else Policy.of(policy)
 
 
@@ -83,7 +83,7 @@ class LateUpdate:
             self.scaler.update()
 
     def get_scale(self) -> float:
-        """The scale of the next loss or, while optimizers are still to step, of the current gradients."""
+        """Return the scale of the next loss or, while optimizers are still to step, of the current gradients."""
         self._finish_after_all()
         return self.scaler.get_scale()
 

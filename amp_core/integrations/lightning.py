@@ -86,7 +86,7 @@ class LightningCasting:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state under torch's keys, if there is a scaler, and the policy."""
+        """Return the scaler's state under torch's keys, if there is a scaler, and the policy."""
         return {**(self.scaler.state_dict() if self.scaler else {}), POLICY: str(self._policy)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ class FabricPrecision(FabricMixedPrecision):
         return self._casting.policy
 
     def forward_context(self) -> autocast:
-        """The region around a model's forward, and of `fabric.autocast()`."""
+        """Return the region around a model's forward, and of `fabric.autocast()`."""
         return self._casting.region
 
     def convert_input(self, data: Any) -> Any:
@@ -207,7 +207,7 @@ class FabricPrecision(FabricMixedPrecision):
         return super().optimizer_step(optimizer, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state and the policy."""
+        """Return the scaler's state and the policy."""
         return self._casting.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -292,7 +292,7 @@ class TrainerPrecision(MixedPrecision):
         return model, optimizers, lr_schedulers
 
     def autocast_context_manager(self) -> autocast:  # type: ignore[override]  # Lightning only enters it
-        """The region of training, validation, test and prediction steps."""
+        """Return the region of training, validation, test and prediction steps."""
         return self._casting.region
 
     @contextmanager
@@ -358,7 +358,7 @@ class TrainerPrecision(MixedPrecision):
         Precision.clip_gradients(self, optimizer, *args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state, the policy, and the record of the training where it has one."""
+        """Return the scaler's state, the policy, and the record of the training where it has one."""
         record = self._batches.record
         return {**self._casting.state_dict(), **({RECORD: record.to_dict()} if record.steps else {})}
 

@@ -95,8 +95,8 @@ INSTEAD_OF = {
 
 
 def qualified_names(name: str) -> tuple[str, ...]:
-    """The operations behind a public name, one of aten's, or `NAMESPACE::OP`: `LSTMCell` is `aten::lstm_cell` and its fused
-    form.
+    """Return the operations behind a public name, one of aten's, or `NAMESPACE::OP`: `LSTMCell` is `aten::lstm_cell` and its
+    fused form.
 
     Raises:
         ValueError: If there is no such operation, or autocast may cast none of its overloads.
@@ -111,7 +111,7 @@ def qualified_names(name: str) -> tuple[str, ...]:
 
 
 def overloads_of(qualified: str) -> tuple[OpOverload, ...]:
-    """The overloads of an operation that autocast may cast, see `_is_eligible`; empty if there are none yet."""
+    """Return the overloads of an operation that autocast may cast, see `_is_eligible`; empty if there are none yet."""
     try:
         return _existing_overloads(qualified)
     except LookupError:  # not cached, because a custom operation may be registered later
@@ -119,12 +119,12 @@ def overloads_of(qualified: str) -> tuple[OpOverload, ...]:
 
 
 def qualified_name(overload: OpOverload) -> str:
-    """The dispatcher's name of an overload: `aten::softmax.int`."""
+    """Return the dispatcher's name of an overload: `aten::softmax.int`."""
     return str(overload.name())  # type: ignore[no-untyped-call]
 
 
 def find_overload(qualified: str) -> OpOverload:
-    """The overload of a `qualified_name`."""
+    """Return the overload of a `qualified_name`."""
     namespace, _, name = qualified.partition("::")
     packet, _, overload = name.partition(".")
     found: OpOverload = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
@@ -200,13 +200,13 @@ CUDA_RULES: dict[Rule, tuple[str, ...]] = {
 
 @cache
 def autocast_key(device_type: str) -> str:
-    """The dispatch key of a device's autocast: `AutocastCPU`, `AutocastCUDA`."""
+    """Return the dispatch key of a device's autocast: `AutocastCPU`, `AutocastCUDA`."""
     custom = torch._C._get_privateuse1_backend_name()  # noqa: SLF001  (no public way to ask)
     return "AutocastPrivateUse1" if device_type == custom else f"Autocast{device_type.upper()}"
 
 
 def has_autocast(device_type: str) -> bool:
-    """Whether torch has an autocast for a device type, such as `cpu`."""
+    """Return whether torch has an autocast for a device type, such as `cpu`."""
     if not isinstance(device_type, str) or ":" in device_type:
         return False
     try:
@@ -216,7 +216,7 @@ def has_autocast(device_type: str) -> bool:
 
 
 def rules_beyond_native(rules: Mapping[str, Rule], device_type: str) -> Mapping[str, Rule]:
-    """The rules, by qualified overload name (`aten::softmax.int`), that are not torch's own on a device.
+    """Return the rules, by qualified overload name (`aten::softmax.int`), that are not torch's own on a device.
 
     Empty if torch already does everything that the rules say. torch's own form of `widest` never counts as ours: it raises
     where two low-precision dtypes meet.
@@ -231,7 +231,7 @@ def rules_beyond_native(rules: Mapping[str, Rule], device_type: str) -> Mapping[
 
 
 def native_rule(overload: OpOverload, device_type: str) -> Rule | None:
-    """The rule of torch's own autocast for an overload on a device; None if it leaves the inputs as they are."""
+    """Return the rule of torch's own autocast for an overload on a device; None if it leaves the inputs as they are."""
     qualified = qualified_name(overload)
     name = _bare_name(qualified)
     if not qualified.startswith("aten::"):
@@ -248,7 +248,7 @@ def native_rule(overload: OpOverload, device_type: str) -> Rule | None:
 
 
 def explain_rule(name: str, rule: Rule | None, policy: str, device_type: str) -> str:
-    """The rule in force for an operation on a device, and whose rule it is, in one line."""
+    """Return the rule in force for an operation on a device, and whose rule it is, in one line."""
     native = {native_rule(overload, device_type) for overload in overloads_of(name)} - {None}
     by_torch = "/".join(sorted(str(own) for own in native)) or "its inputs' dtypes"
     shown = name.removeprefix("aten::")

@@ -70,7 +70,7 @@ class Policy:
 
     @classmethod
     def cuda(cls) -> Policy:
-        """The documented CUDA lists, for any device."""
+        """Return the documented CUDA lists, for any device."""
         return cls("cuda")
 
     @classmethod
@@ -141,18 +141,20 @@ class Policy:
         return self._with(Rule.BAN, ops)
 
     def rules(self) -> Mapping[str, Rule]:
-        """The difference in full: the rule of each operation (`aten::softmax`, not its overloads) that is not left to torch."""
+        """Return the difference in full: the rule of each operation (`aten::softmax`, not its overloads) that is not left to
+        torch.
+        """
         return _rules(self)
 
     def difference(self, device_type: str) -> Mapping[str, Rule]:
-        """The rules by overload (`aten::softmax.int`) that torch does not follow itself on a device.
+        """Return the rules by overload (`aten::softmax.int`) that torch does not follow itself on a device.
 
         Empty if torch's own autocast of the device does all that the policy says.
         """
         return _difference(self, device_type)
 
     def explain(self, op: str, device_type: str) -> str:
-        """One line per operation behind a name: the rule in force on a device, and whose rule it is.
+        """Return one line per operation behind a name: the rule in force on a device, and whose rule it is.
 
         Raises:
             PolicyError: If there is no such operation or device.

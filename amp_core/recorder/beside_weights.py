@@ -27,7 +27,7 @@ def write_policy(folder: Path | str, policy: Policy) -> None:
 
 
 def read_policy(folder: Path | str) -> Policy | None:
-    """The policy in a folder; None where there is none.
+    """Return the policy in a folder; None where there is none.
 
     Raises:
         PolicyError: If the file is there and cannot be read.
@@ -48,7 +48,7 @@ def write_record(folder: Path | str, record: Record) -> None:
 
 
 def read_record(folder: Path | str) -> Record | None:
-    """The record in a folder; None where there is none.
+    """Return the record in a folder; None where there is none.
 
     Raises:
         ValueError: If the file is there and cannot be read.
@@ -63,7 +63,7 @@ def read_record(folder: Path | str) -> Record | None:
 
 
 def read_training(weights: Path) -> tuple[Policy | None, Record | None]:
-    """The policy and the record of the training that made weights; None where there is none.
+    """Return the policy and the record of the training that made weights; None where there is none.
 
     `weights` is a folder with the files of this module, a file beside them, or a checkpoint of Lightning's Trainer with our
     plugin.
@@ -84,7 +84,7 @@ def read_training(weights: Path) -> tuple[Policy | None, Record | None]:
 
 
 def _plugin_state(file: Path) -> dict[str, Any] | None:
-    """The state of our precision plugin in a checkpoint of Lightning; None in any other file."""
+    """Return the state of our precision plugin in a checkpoint of Lightning; None in any other file."""
     if kind_of(file) not in (FileKind.TORCH_ARCHIVE, FileKind.PICKLE):
         return None
     try:

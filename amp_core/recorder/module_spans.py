@@ -28,13 +28,13 @@ _ACCUMULATION = 2**64 - 1
 
 
 def _next_number() -> int:
-    """The number that the next autograd node of this thread gets."""
+    """Return the number that the next autograd node of this thread gets."""
     extension: Any = torch._C  # noqa: SLF001  (torch has no public way)
     return int(extension._autograd._get_sequence_nr())  # noqa: SLF001  (see above)
 
 
 def _task() -> int:
-    """The number of the backward pass that this thread runs; -1 outside of any."""
+    """Return the number of the backward pass that this thread runs; -1 outside of any."""
     return int(torch._C._current_graph_task_id())  # noqa: SLF001  (torch has no public way)
 
 
@@ -94,7 +94,7 @@ class ModuleSpans:
         thread.mark(thread.running[-1][0] if thread.running else OUTSIDE, _next_number())
 
     def current(self) -> tuple[str, Direction]:
-        """The module and direction of the operation that autograd dispatches in this thread now."""
+        """Return the module and direction of the operation that autograd dispatches in this thread now."""
         thread, task = self._thread(), _task()
         running, since = thread.running[-1] if thread.running else (OUTSIDE, _NO_TASK)
         is_forward = since == task
@@ -113,7 +113,9 @@ class ModuleSpans:
         return thread.last
 
     def _graph_of(self, task: int, thread: _Thread) -> _Thread:
-        """The thread whose forward a backward pass belongs to: this one if it ran parts of forward again, else the first."""
+        """Return the thread whose forward a backward pass belongs to: this one if it ran parts of forward again, else the
+        first.
+        """
         return self._graphs.setdefault(task, thread if thread.paths else self._first)
 
     def _forget_with(self, task: int, thread: _Thread) -> None:
@@ -129,7 +131,7 @@ class ModuleSpans:
 
 
 def path_of(name: str) -> str:
-    """A module's path in the record, from its name in `named_modules`: without torch.compile's wrappers."""
+    """Return a module's path in the record, from its name in `named_modules`: without torch.compile's wrappers."""
     parts = [part for part in name.split(".") if part != "_orig_mod"]
     return ".".join(parts) or ROOT
 
@@ -168,5 +170,5 @@ def _hookable(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether a module is torch.compile's wrapper of another."""
+    """Return whether a module is torch.compile's wrapper of another."""
     return hasattr(module, "_orig_mod")

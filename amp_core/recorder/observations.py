@@ -35,7 +35,7 @@ _COMPUTES_NOTHING = {
 
 @cache
 def computes(op: Any) -> bool:
-    """Whether an operation computes values: views, changes of shape, fresh memory and communication do not."""
+    """Return whether an operation computes values: views, changes of shape, fresh memory and communication do not."""
     if not isinstance(op, OpOverload):  # an operation that takes functions, such as flex_attention
         return True
     if op.is_view or torch.Tag.inplace_view in op.tags or op.namespace in _OTHER_NAMESPACES:
@@ -44,7 +44,7 @@ def computes(op: Any) -> bool:
 
 
 def dtypes_of(arguments: Iterable[Any]) -> tuple[torch.dtype, ...]:
-    """The dtype of each tensor, in order; a list of tensors gives each of its dtypes once."""
+    """Return the dtype of each tensor, in order; a list of tensors gives each of its dtypes once."""
     found: list[torch.dtype] = []
     for argument in arguments:
         if isinstance(argument, Tensor):

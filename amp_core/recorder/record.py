@@ -30,7 +30,7 @@ class Magnitudes:
     smallest: float | None = None  # the smallest finite magnitude above zero; None if there was none
 
     def share(self, count: int) -> float:
-        """A count as a share of all elements, from 0 to 1."""
+        """Return a count as a share of all elements, from 0 to 1."""
         return count / self.elements if self.elements else 0.0
 
     @property
@@ -45,7 +45,7 @@ class Magnitudes:
 
     @classmethod
     def of_all(cls, parts: Iterable[Magnitudes]) -> Magnitudes:
-        """The magnitudes of several groups of values together."""
+        """Return the magnitudes of several groups of values together."""
         parts = tuple(parts)
         counts = {name: sum(getattr(part, name) for part in parts) for name in COUNTS}
         return cls(
@@ -96,7 +96,7 @@ class RecordEntry:
         return (self.module, self.op, self.direction, self.output, self.inputs, self.dtype)
 
     def merged(self, other: RecordEntry) -> RecordEntry:
-        """The entry of both entries' calls; both have the same key."""
+        """Return the entry of both entries' calls; both have the same key."""
         pairs = [(e.unscaled_largest, e.unscaled_smallest) for e in (self, other)]
         return replace(
             self,
@@ -107,7 +107,7 @@ class RecordEntry:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry in plain values, its magnitudes among them."""
+        """Return the entry in plain values, its magnitudes among them."""
         values = asdict(self)
         magnitudes: dict[str, Any] = values.pop("magnitudes")
         return values | {"inputs": list(self.inputs)} | magnitudes
@@ -134,7 +134,7 @@ class RecordEntry:
 
 
 def unscaled(magnitude: float | None, scale: float) -> float | None:
-    """A magnitude divided by a loss scale, clamped to the finite range."""
+    """Return a magnitude divided by a loss scale, clamped to the finite range."""
     return None if magnitude is None else min(magnitude / scale, sys.float_info.max)
 
 
@@ -167,7 +167,7 @@ class Record:
     steps: int = 0  # the number of recorded steps
 
     def risky(self) -> tuple[RecordEntry, ...]:
-        """The entries with values that float16 turns into infinity or zero, worst first.
+        """Return the entries with values that float16 turns into infinity or zero, worst first.
 
         Overflow (also infinities and NaNs) comes before mere underflow, each by the share of the elements.
         """
@@ -175,7 +175,7 @@ class Record:
         return tuple(sorted(found, key=lambda entry: (entry.magnitudes.lost_above, entry.magnitudes.lost_below), reverse=True))
 
     def modules(self) -> tuple[str, ...]:
-        """The paths of all recorded modules, in the order in which they first ran.
+        """Return the paths of all recorded modules, in the order in which they first ran.
 
         A module with gradients only (a parameter that another module computes with) follows the module around it.
         """
@@ -186,7 +186,7 @@ class Record:
         return tuple(ran)
 
     def ranges(self, direction: Direction) -> dict[str, Magnitudes]:
-        """The magnitudes of all outputs of each module's operations, by the module's path.
+        """Return the magnitudes of all outputs of each module's operations, by the module's path.
 
         The range of a module excludes those of its children.
         """
@@ -197,7 +197,7 @@ class Record:
         return {module: Magnitudes.of_all(of_module) for module, of_module in parts.items()}
 
     def unscaled_gradients(self) -> dict[str, tuple[float, float]]:
-        """The smallest and the largest magnitude of each module's backward, divided by the loss scale, by path."""
+        """Return the smallest and the largest magnitude of each module's backward, divided by the loss scale, by path."""
         found: dict[str, list[float]] = {}
         for entry in self.entries:
             extremes = (entry.unscaled_smallest, entry.unscaled_largest)
@@ -206,11 +206,11 @@ class Record:
         return {module: (min(extremes), max(extremes)) for module, extremes in found.items() if extremes}
 
     def merged(self, other: Record) -> Record:
-        """The record of both records' steps."""
+        """Return the record of both records' steps."""
         return Record(entries=merge((*self.entries, *other.entries)), steps=self.steps + other.steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """The record in plain values, for JSON and for a checkpoint that `torch.load(weights_only=True)` reads."""
+        """Return the record in plain values, for JSON and for a checkpoint that `torch.load(weights_only=True)` reads."""
         entries = [entry.to_dict() for entry in self.entries]
         return {"format": FORMAT, "version": FORMAT_VERSION, "steps": self.steps, "entries": entries}
 

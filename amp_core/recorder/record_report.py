@@ -67,7 +67,7 @@ def _row(entry: RecordEntry) -> tuple[str, ...]:
 
 
 def short_name(op: str) -> str:
-    """An operation's name without namespace and overload: `addmm` for `aten.addmm.default`."""
+    """Return an operation's name without namespace and overload: `addmm` for `aten.addmm.default`."""
     return op.removeprefix("aten.").removesuffix(".default")
 
 
@@ -153,7 +153,7 @@ def _has_range(magnitudes: Magnitudes | None) -> bool:
 
 
 def _nearest_limits(seen: list[str], forward: dict[str, Magnitudes], backward: dict[str, Magnitudes], limit: int) -> list[str]:
-    """The modules to draw, in the order of `seen`."""
+    """Return the modules to draw, in the order of `seen`."""
     nothing = Magnitudes()
 
     def headroom(path: str) -> float:

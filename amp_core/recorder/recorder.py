@@ -46,13 +46,13 @@ def run_outside_mode(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _was_in_region(device: str) -> bool:
-    """Whether autocast was enabled where the user's code called the operation."""
+    """Return whether autocast was enabled where the user's code called the operation."""
     with _C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # noqa: SLF001  (dispatch keys have no public face)
         return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _has_rule(op: OpOverload, device: str) -> bool:
-    """Whether autocast or a policy has a rule for the operation: its parts then run with autocast disabled."""
+    """Return whether autocast or a policy has a rule for the operation: its parts then run with autocast disabled."""
     rules = (rules for of, rules in policies_in_force().rules if of == device)
     return _is_listed(op, device) or any(qualified_name(op) in of_device for of_device in rules)
 
@@ -93,7 +93,7 @@ class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing compiled runs in a recorded step, and skipping would double the cost of a call."""
+        """Return False: nothing compiled runs in a recorded step, and skipping would double the cost of a call."""
         return False
 
     def __torch_dispatch__(
@@ -170,7 +170,7 @@ def _unobserved(capturing: Callable[[], AbstractContextManager[Any]]) -> Any:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether `torch.compile` was called on a model or on a module in it."""
+    """Return whether `torch.compile` was called on a model or on a module in it."""
     return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())  # noqa: SLF001  (torch has no public way)
 
 
@@ -222,7 +222,7 @@ class Recorder:
         self._is_recording = self._has_warned = False
 
     def step(self, step: int, *, scale: float = 1.0) -> AbstractContextManager[None]:
-        """The context of a step's forward, loss and backward.
+        """Return the context of a step's forward, loss and backward.
 
         Args:
             step: The step's number, from 1.
@@ -247,7 +247,9 @@ class Recorder:
         return Record(entries=entries, steps=self._before.steps + self._steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """The record in plain values, as `Record.from_dict` reads them; JSON and `torch.load(weights_only=True)` take them."""
+        """Return the record in plain values, as `Record.from_dict` reads them; JSON and `torch.load(weights_only=True)` take
+        them.
+        """
         return self.record().to_dict()
 
     def load_dict(self, values: dict[str, Any]) -> None:
@@ -302,7 +304,7 @@ class BatchRecorder:
 
     @contextmanager
     def batch(self, model: nn.Module, scale: float) -> Iterator[None]:
-        """The context of a batch's forward, loss and backward, for the model without a wrapper; records the
+        """Provide the context of a batch's forward, loss and backward, for the model without a wrapper; records the
         batch if it is due.
         """
         self._batches += 1

@@ -117,7 +117,8 @@ def build_optimizer(spec: str, model: nn.Module, learning_rate: float) -> Optimi
 
 
 def warmup_and_cosine(step: int, total: int) -> float:
-    """The share of the highest learning rate at a step, from 0: rising over the first twentieth, then half a cosine down to 0.
+    """Return the share of the highest learning rate at a step, from 0: rising over the first twentieth, then half a cosine down
+    to 0.
 
     Source of the shape: Loshchilov and Hutter, "SGDR", 2017, with a linear warm-up before it.
     """

@@ -41,11 +41,11 @@ class World:
         return self.rank == 0
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean of a floating tensor over all processes; the tensor is not changed."""
+        """Return the mean of a floating tensor over all processes; the tensor is not changed."""
         return self.sum(value) / self.size if self.size > 1 else value
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum of a tensor over all processes; the tensor is not changed."""
+        """Return the sum of a tensor over all processes; the tensor is not changed."""
         if self.size == 1:
             return value
         total = value.clone()
@@ -53,7 +53,7 @@ class World:
         return total
 
     def gather(self, value: Value) -> list[Value]:
-        """The values of all processes, in the order of their ranks; pickled."""
+        """Return the values of all processes, in the order of their ranks; pickled."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
@@ -61,7 +61,7 @@ class World:
         return gathered
 
     def from_first(self, value: Value) -> Value:
-        """The value of rank 0; pickled."""
+        """Return the value of rank 0; pickled."""
         if self.size == 1:
             return value
         shared: list[Any] = [value]
@@ -154,6 +154,6 @@ def _leave_group() -> None:
 
 
 def is_broken_connection(error: Exception) -> bool:
-    """Whether an exception says that another process of the run is gone."""
+    """Return whether an exception says that another process of the run is gone."""
     # gloo's errors differ from others by their text only.
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))

@@ -110,7 +110,7 @@ def _loss(training: Training, batch: Batch, region: AbstractContextManager[Any])
 
 
 def is_finite(value: Any) -> bool:
-    """Whether no tensor in a value, also in tuples, lists and dicts, contains an infinity or a NaN."""
+    """Return whether no tensor in a value, also in tuples, lists and dicts, contains an infinity or a NaN."""
     if isinstance(value, Tensor):
         has_fractions = value.is_floating_point() or value.is_complex()
         return not has_fractions or bool(torch.isfinite(value.coalesce().values() if value.is_sparse else value).all())
@@ -198,5 +198,5 @@ class DivergenceWatch:
 
 
 def is_bad(record: StepRecord) -> bool:
-    """Whether a step was skipped or had a loss that is not finite."""
+    """Return whether a step was skipped or had a loss that is not finite."""
     return record.skipped or not math.isfinite(record.loss)

@@ -82,14 +82,14 @@ class Recording:
             self._recorder = recorder if every else None
 
     def of_step(self, step: int) -> Callable[[float], AbstractContextManager[None]]:
-        """Function from a step's loss scale to the context of its forward, loss and backward."""
+        """Return the function from a step's loss scale to the context of its forward, loss and backward."""
         return partial(self._around, step)
 
     def _around(self, step: int, scale: float) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.step(step, scale=scale)
 
     def to_dict(self) -> dict[str, Any]:
-        """The record, for a checkpoint; empty if nothing was ever recorded."""
+        """Return the record, for a checkpoint; empty if nothing was ever recorded."""
         return self._before if self._recorder is None else self._recorder.to_dict()
 
 

@@ -142,7 +142,7 @@ def _kept_lines(path: Path, steps: int, epochs: int) -> list[bytes]:
 
 
 def _is_before(line: bytes, steps: int, epochs: int) -> bool:
-    """Whether a line belongs to the first steps or epochs; torn and foreign lines do not."""
+    """Return whether a line belongs to the first steps or epochs; torn and foreign lines do not."""
     try:
         record = json.loads(line)
         return bool(record["step"] <= steps if "step" in record else record.get("epoch", 0) <= epochs)

@@ -221,7 +221,7 @@ def _metrics(sums: list[float]) -> dict[str, float]:
 
 
 def _count(value: Any) -> int | None:
-    """The number of items of a batch, by the first of its tensors that has a dimension; None if none has."""
+    """Return the number of items of a batch, by the first of its tensors that has a dimension; None if none has."""
     if isinstance(value, torch.Tensor):
         return len(value) if value.ndim else None
     parts = value.values() if isinstance(value, dict) else value

@@ -103,7 +103,7 @@ class TrainingSettings(TrainingOptions):
         Policy.parse(self.policy)
 
     def to_checkpoint(self) -> dict[str, str | int | float]:
-        """The settings that affect the result and have no field of their own in a checkpoint."""
+        """Return the settings that affect the result and have no field of their own in a checkpoint."""
         values: dict[str, Any] = asdict(self)
         return {name: values[name] for name in _PART_OF_THE_RESULT}
 

@@ -59,7 +59,7 @@ def _starts(*magic: bytes) -> Callable[[bytes, int], bool]:
 
 
 def _is_safetensors(start: bytes, size: int) -> bool:
-    """The length of a JSON object, and the object; a truncated file has a longer one."""
+    """Return the length of a JSON object, and the object; a truncated file has a longer one."""
     return start[8:9] == b"{" and struct.unpack("<Q", start[:8])[0] < max(size, _LONGEST_HEADER)
 
 

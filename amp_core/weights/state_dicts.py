@@ -27,7 +27,7 @@ SHOWN = 3
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file or folder by name; runs no code from it.
+    """Return the tensors of a file or folder by name; runs no code from it.
 
     The file is a .safetensors file, one of torch.save with a state dict, alone or in a training program's checkpoint, or the
     index of a sharded one; a folder has one of these under its usual name, as accelerate and transformers write it.
@@ -116,12 +116,12 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], place: str) -> s
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of weights in a folder under their usual names, indexes of sharded ones first."""
+    """Return the files of weights in a folder under their usual names, indexes of sharded ones first."""
     return [folder / name for name in (*INDEXES, *SINGLE) if (folder / name).is_file()]
 
 
 def torch_content(path: Path) -> Any:
-    """The content of a file written by torch.save, if it has only tensors and plain containers.
+    """Return the content of a file written by torch.save, if it has only tensors and plain containers.
 
     Raises:
         WeightsError: The file is damaged, or holds anything else.
@@ -145,7 +145,7 @@ def _plain_content(path: Path, device: str) -> Any:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a file of torch.save is a checkpoint of `halfserve train`, or so damaged that only its reader can tell."""
+    """Return whether a file of torch.save is a checkpoint of `halfserve train`, or so damaged that only its reader can tell."""
     try:
         content = _plain_content(path, "meta")
     except UNREADABLE:
@@ -154,7 +154,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def is_state_dict(path: Path) -> bool:
-    """Whether a file of torch.save holds a state dict."""
+    """Return whether a file of torch.save holds a state dict."""
     try:
         return _state_dict(_plain_content(path, "meta")) is not None
     except UNREADABLE:
@@ -162,7 +162,7 @@ def is_state_dict(path: Path) -> bool:
 
 
 def described_weights(path: Path) -> str:
-    """The number of tensors in a file of weights, and the first names.
+    """Return the number of tensors in a file of weights, and the first names.
 
     Raises:
         WeightsError: The file cannot be read.
@@ -192,7 +192,7 @@ def _sharded(index: Path) -> dict[str, Tensor]:
 
 
 def _state_dict(content: Any) -> dict[str, Tensor] | None:
-    """The state dict in a file's content; None if it has none."""
+    """Return the state dict in a file's content; None if it has none."""
     if not isinstance(content, Mapping):
         return None
     if content and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()):
@@ -202,7 +202,7 @@ def _state_dict(content: Any) -> dict[str, Tensor] | None:
 
 
 def prefix_of(names: Collection[str], wanted: Collection[str]) -> str:
-    """The prefix that a wrapper put before the names of the module's tensors, such as `model.` or `net._orig_mod.`.
+    """Return the prefix that a wrapper put before the names of the module's tensors, such as `model.` or `net._orig_mod.`.
 
     If exactly one prefix precedes the names of all of the module's tensors (`wanted`), it is returned, even if the wrapper has
     other tensors too. Otherwise it consists of those `PREFIXES` that all names begin with and no name of the module does.
@@ -224,6 +224,6 @@ def prefix_of(names: Collection[str], wanted: Collection[str]) -> str:
 
 
 def without_prefix(weights: Mapping[str, Tensor], wanted: Collection[str]) -> dict[str, Tensor]:
-    """The tensors under `prefix_of`, by their names in the module."""
+    """Return the tensors under `prefix_of`, by their names in the module."""
     prefix = prefix_of(weights, wanted)
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}

@@ -141,7 +141,7 @@ def main(
 
 
 def is_good(attack: Attack, outcome: Outcome) -> bool:
-    """Whether the server held what it promises."""
+    """Return whether the server held what it promises."""
     grown_mb = outcome.peak_mb - outcome.idle_mb
     within = attack.budget_mb is None or grown_mb <= ALLOWED * attack.budget_mb
     served = outcome.has_reloaded and not outcome.attacked.lost

@@ -62,7 +62,7 @@ def ask(grpc_address: str, http_address: str, token: str | None, tls: Tls | None
 
 
 def becomes_ready(model: str, version: str, grpc_address: str, token: str | None, tls: Tls | None) -> bool:
-    """Whether the server takes requests of this version within `TIMEOUT_S`."""
+    """Return whether the server takes requests of this version within `TIMEOUT_S`."""
     with Client(grpc_address, timeout_s=TIMEOUT_S, token=token, tls=tls) as client:
         try:
             client.wait_until_ready(model, version)

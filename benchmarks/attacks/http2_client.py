@@ -99,7 +99,7 @@ class Http2Client:
 
 
 def told(clients: Iterable[Http2Client]) -> str:
-    """How far they came."""
+    """Return how far they came."""
     clients = list(clients)
     sent, closed = sum(client.sent for client in clients), sum(not client.is_open for client in clients)
     return f"{sent / 2**20:.0f} MiB sent over {len(clients)} connections, {closed} of them closed by the server"

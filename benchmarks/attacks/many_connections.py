@@ -19,7 +19,7 @@ def idle(grpc_address: str, http_address: str, seconds: float) -> str:
 
 
 def half_open(grpc_address: str, http_address: str, seconds: float) -> str:
-    """The same, with handshakes of TLS that stop at their beginning."""
+    """Return the same, with handshakes of TLS that stop at their beginning."""
     return _hold([(grpc_address, b""), (grpc_address, HELLO), (http_address, HELLO)], seconds)
 
 

@@ -20,7 +20,7 @@ from benchmarks.attacks.bystander import Account, ask, becomes_ready
 from benchmarks.harness.models import save_models
 from benchmarks.harness.server_process import ServerProcess, server_process
 from halfserve.serve.client.channel_settings import Tls
-from halfserve.serve.security.roles import Role
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.security.tokens import new_token
 
 WARM_UP_S = 1.0
@@ -142,7 +142,7 @@ def measure(attack: Attack, seconds: float, rate: float = 50.0) -> Outcome:
 
 
 def _certificate(folder: Path) -> Tls:
-    """A certificate of the server's own, which its clients trust."""
+    """Return a certificate of the server's own, which its clients trust."""
     names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", str(folder / KEY)]
     certificate = ["-x509", "-days", "2", "-subj", "/CN=localhost", "-addext", names, "-out", str(folder / CERTIFICATE)]

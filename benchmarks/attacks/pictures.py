@@ -157,7 +157,7 @@ def _connected(address: str) -> socket.socket:
 
 @cache
 def _photo() -> bytes:
-    """A JPEG of even colours beside each other."""
+    """Return a JPEG of even colours beside each other."""
     colours = np.random.default_rng(1).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     return _encoded(Image.fromarray(colours).resize((PHOTO_EDGE, PHOTO_EDGE)), "JPEG")
 

@@ -153,5 +153,5 @@ def _connected(address: str) -> socket.socket:
 
 
 def _table() -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    """A row for each word: (words, SIZE)."""
+    """Return a row for each word: (words, SIZE)."""
     return np.arange(1, len(WORDS) * SIZE + 1, dtype=np.float32).reshape(len(WORDS), SIZE)

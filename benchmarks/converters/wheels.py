@@ -18,7 +18,7 @@ class PackagedModel:
 
 
 def wheels_in(folder: Path) -> list[Path]:
-    """The wheels in a folder.
+    """Return the wheels in a folder.
 
     Raises:
         ValueError: There is none.
@@ -30,7 +30,7 @@ def wheels_in(folder: Path) -> list[Path]:
 
 
 def packaged_models(folder: Path) -> Iterator[PackagedModel]:
-    """Every .onnx file of every wheel in a folder; files of the same content count once.
+    """Yield every .onnx file of every wheel in a folder; files of the same content count once.
 
     Raises:
         ValueError: There is no wheel in the folder.

@@ -86,7 +86,9 @@ PASSES = 3
 
 
 def model_of(kind: str, opset: int, body: str, shapes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
-    """A model of a few nodes with inputs of one type, whose value y becomes the float32 output z, as NumPy lacks bfloat16."""
+    """Return a model of a few nodes with inputs of one type, whose value y becomes the float32 output z, as NumPy lacks
+    bfloat16.
+    """
     inputs = ", ".join(f"{kind}[{','.join(map(str, shape))}] {name}" for name, shape in shapes.items())
     text = f'<ir_version: 10, opset_import: ["" : {opset}]> m ({inputs}) => (float z) {{ {body} z = Cast <to = 1> (y) }}'
     model = parser.parse_model(text)
@@ -168,7 +170,7 @@ def check_rounding() -> str:
 
 
 def long_sum() -> str:
-    """The sum of products whose parts exceed float16's largest number, though the whole is 0."""
+    """Return the sum of products whose parts exceed float16's largest number, though the whole is 0."""
     a = np.full((1, LONG_SUM), 4, np.float16)
     b = np.full((LONG_SUM, 16), 4, np.float16)
     b[LONG_SUM // 2 :] = -4

@@ -27,11 +27,11 @@ class Network:
     rows: Callable[[int], Array]  # makes a batch
 
     def path(self, precision: str) -> Path:
-        """The model file."""
+        """Return the model file."""
         return self.folder / f"{self.name}_{precision}.onnx"
 
     def feeds(self, precision: str, count: int) -> dict[str, Array]:
-        """A batch in the dtypes of that file."""
+        """Return a batch in the dtypes of that file."""
         x = self.rows(count)
         return {"x": x.astype(np.float16) if precision == FP16 and x.dtype == np.float32 else x}
 

@@ -98,7 +98,7 @@ class Alone:
 
 
 def locked(feeds: Tensors) -> dict[str, Array] | None:
-    """The batch in locked memory, from which the first device copies by itself; None if there is no such memory."""
+    """Return the batch in locked memory, from which the first device copies by itself; None if there is no such memory."""
     found: dict[str, Array] = {}
     for name, array in feeds.items():
         buffer = locked_buffer(array.nbytes, 0)

@@ -60,7 +60,7 @@ MODELS: dict[str, Architecture] = {
 
 
 def exported(architecture: Architecture) -> tuple[onnx.ModelProto, Arrays]:
-    """The architecture in float32, with weights of the size that training gives, and its samples.
+    """Return the architecture in float32, with weights of the size that training gives, and its samples.
 
     Raises:
         ExportError: It cannot be exported.
@@ -75,7 +75,7 @@ def exported(architecture: Architecture) -> tuple[onnx.ModelProto, Arrays]:
 
 
 def subjects(of: str, wheels: Path | None, only: str) -> Iterator[Case]:
-    """The models of one of `SETS` whose names contain `only`, except those that cannot be exported or have no inputs.
+    """Yield the models of one of `SETS` whose names contain `only`, except those that cannot be exported or have no inputs.
 
     Args:
         of: The set.

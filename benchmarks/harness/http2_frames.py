@@ -18,12 +18,12 @@ def connected(address: str) -> socket.socket:
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """A frame of HTTP/2 (RFC 9113, section 4.1)."""
+    """Return a frame of HTTP/2 (RFC 9113, section 4.1)."""
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
 
 def call_block(path: bytes = INFER) -> bytes:
-    """The headers of a call, each a literal that is not indexed (RFC 7541, section 6.2.2)."""
+    """Return the headers of a call, each a literal that is not indexed (RFC 7541, section 6.2.2)."""
     pairs = {
         b":method": b"POST",
         b":scheme": b"http",

@@ -29,12 +29,12 @@ class ServerProcess:
     log: IO[bytes]  # file with its standard error
 
     def endpoint(self, path: str) -> LoadEndpoint:
-        """A method of the server, for a load generator."""
+        """Return a method of the server, for a load generator."""
         host, _, port = self.address.rpartition(":")
         return LoadEndpoint(host=host, port=int(port), path=path)
 
     def log_text(self) -> str:
-        """The standard error output so far."""
+        """Return the standard error output so far."""
         self.log.seek(0)
         return self.log.read().decode(errors="replace")
 
@@ -96,7 +96,7 @@ def served(
     flags: Sequence[str] = (),
     placement: str = "--cpu",
 ) -> Iterator[LoadTarget]:
-    """A load target for a server of a model file, with batches of up to `rows`; see `server_process`."""
+    """Provide a load target for a server of a model file, with batches of up to `rows`; see `server_process`."""
     size = ("--max-batch-size", str(rows))
     with (
         server_process(model, *size, *flags, placement=placement, threads=threads) as server,
@@ -106,7 +106,7 @@ def served(
 
 
 def _ports(process: subprocess.Popen[str]) -> dict[str, int]:
-    """The ports from the ready line; empty if the server ends before it."""
+    """Return the ports from the ready line; empty if the server ends before it."""
     line = process.stdout.readline() if process.stdout is not None else ""
     told: dict[str, int] = json.loads(line) if line else {}
     return told

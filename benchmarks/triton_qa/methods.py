@@ -85,7 +85,7 @@ def load(path: Path) -> ModuleType:
 
 
 def cases(module: ModuleType) -> Iterator[type[unittest.TestCase]]:
-    """The module's own classes of tests; classes that are written for pytest become TestCases."""
+    """Yield the module's own classes of tests; classes that are written for pytest become TestCases."""
     for value in list(vars(module).values()):
         if not isinstance(value, type) or value.__module__ != module.__name__:
             continue
@@ -118,7 +118,7 @@ def _first_line(error: BaseException | None) -> str:
 
 
 def _is_about_text(error: BaseException | None) -> bool:
-    """Whether the assertion that failed compares the text of an error.
+    """Return whether the assertion that failed compares the text of an error.
 
     What failed first counts: the QA's methods catch it, and fail once more with its text in theirs.
     """

@@ -32,12 +32,12 @@ LABELLED = f'label_filename: "{LABEL_FILE}"'
 
 
 def config_type(name: str) -> str:
-    """A type's name in a configuration."""
+    """Return a type's name in a configuration."""
     return CONFIG_TYPES.get(name, f"TYPE_{name.upper()}")
 
 
 def tensors(kind: str, values: Sequence[tuple[str, str, Sequence[int]]], *, first_extra: str = "") -> str:
-    """The part "input" or "output" of a configuration, for triples of name, type and dims."""
+    """Return the part "input" or "output" of a configuration, for triples of name, type and dims."""
     entries = [
         f'{{ name: "{name}" data_type: {config_type(dtype)} dims: {list(dims)} {"" if index else first_extra} }}'
         for index, (name, dtype, dims) in enumerate(values)
@@ -46,13 +46,13 @@ def tensors(kind: str, values: Sequence[tuple[str, str, Sequence[int]]], *, firs
 
 
 def heading(name: str, platform: str, batch: int, policy: str = "") -> str:
-    """The first lines of a configuration."""
+    """Return the first lines of a configuration."""
     text = f'name: "{name}"\nplatform: "{platform}"\nmax_batch_size: {batch}\n'
     return text + (f"version_policy: {{ {policy} }}\n" if policy else "")
 
 
 def step(model: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> str:
-    """A step of an ensemble; the pairs are the model's tensors and the ensemble's."""
+    """Return a step of an ensemble; the pairs are the model's tensors and the ensemble's."""
     maps = [f'input_map {{ key: "{key}" value: "{tensor}" }}' for key, tensor in inputs.items()]
     maps += [f'output_map {{ key: "{key}" value: "{tensor}" }}' for key, tensor in outputs.items()]
     return f'{{ model_name: "{model}" model_version: -1 {" ".join(maps)} }}'
@@ -66,13 +66,13 @@ def save(graph: onnx.GraphProto, folder: Path) -> None:
 
 
 def value(name: str, dtype: str, dims: Sequence[int], *, batch: int) -> onnx.ValueInfoProto:
-    """A graph's input or output; each variable dimension has a name of its own."""
+    """Return a graph's input or output; each variable dimension has a name of its own."""
     shape = [f"{name}_{index}" if dim < 0 else dim for index, dim in enumerate(dims)]
     return helper.make_tensor_value_info(name, TYPES[dtype], ["batch", *shape] if batch else shape)
 
 
 def model_name(types: Sequence[str], *, batch: int, prefix: str = "onnx") -> str:
-    """The name that the QA gives a model of its families."""
+    """Return the name that the QA gives a model of its families."""
     return "_".join([prefix if batch else f"{prefix}_nobatch", *types])
 
 
@@ -287,7 +287,7 @@ def reshape_ensembles(given: Shapes, inner: Shapes, *, outputs: Shapes | None = 
 
 
 def _steps(kind: str, shape: Sequence[int], batch: int) -> list[tuple[str, Sequence[int], Sequence[int], Sequence[int]]]:
-    """The steps of one tensor: name, shape that is taken, shape within, and shape that is given on."""
+    """Return the steps of one tensor: name, shape that is taken, shape within, and shape that is given on."""
     end = f"{batch}_{'_'.join(map(str, shape))}"
     if kind == "simple":
         return [(f"nop_{end}", shape, shape, shape)]

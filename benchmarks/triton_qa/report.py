@@ -17,7 +17,7 @@ class SuiteReport:
     methods: dict[str, list[Method]]
 
     def counts(self) -> dict[str, int]:
-        """How many methods there are, how many pass on Triton, and how those end here."""
+        """Return how many methods there are, how many pass on Triton, and how those end here."""
         triton = {method.name for method in self.methods.get("triton", ()) if method.outcome == "passed"}
         here = self.methods.get("here", [])
         judged = [method for method in here if method.name in triton or "triton" not in self.methods]
@@ -32,7 +32,7 @@ class SuiteReport:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """The report as values of JSON."""
+        """Return the report as values of JSON."""
         return {
             "suite": self.suite,
             "counts": self.counts(),

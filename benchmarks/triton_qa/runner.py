@@ -93,7 +93,7 @@ class SuiteRun:
             self._stop()
 
     def _batch(self, waiting: list[str]) -> list[str]:
-        """The methods that one process runs; before the suite's last one, the server's child processes may be killed."""
+        """Return the methods that one process runs; before the suite's last one, the server's child processes may be killed."""
         last = self._suite.kills_children_before
         if not last:
             return waiting[:1] if self._suite.has_fresh_servers else waiting
@@ -103,7 +103,7 @@ class SuiteRun:
         return others or waiting
 
     def _collect(self) -> list[str]:
-        """The names of the suite's methods."""
+        """Return the names of the suite's methods."""
         process = self._test([])
         try:
             process.wait(COLLECT_SECONDS)
@@ -187,7 +187,7 @@ class SuiteRun:
 
 
 def _methods(lines: list[dict[str, Any]], *, is_complete: bool) -> list[Method]:
-    """The methods that started, in their order; a method that failed in one of its phases has failed."""
+    """Return the methods that started, in their order; a method that failed in one of its phases has failed."""
     found: dict[str, Method] = {}
     started: dict[str, float] = {}
     for line in lines:

@@ -103,7 +103,7 @@ def _status(port: int, path: str) -> int:
 
 
 def _is_loading(port: int) -> bool:
-    """Whether a model is being loaded; a server that failed to start says so by an error, and loads nothing."""
+    """Return whether a model is being loaded; a server that failed to start says so by an error, and loads nothing."""
     try:
         with urllib.request.urlopen(f"http://localhost:{port}/v2/repository/index", data=b"{}", timeout=5) as response:
             return b'"LOADING"' in response.read()

@@ -47,7 +47,7 @@ from halfserve.files.atomic_files import atomic_file
 
 
 def table(outcomes: Sequence[CheckerboardResult]) -> Table:
-    """One row for each precision, compared with the first, which is float32."""
+    """Return one row for each precision, compared with the first, which is float32."""
     first = outcomes[0]
     with_memory = first.peak_bytes is not None
     headings = ["dtype", "final loss", "seconds", "ms a step", "speed", "skipped steps"]
@@ -63,7 +63,7 @@ def table(outcomes: Sequence[CheckerboardResult]) -> Table:
 
 
 def remarks(outcomes: Sequence[CheckerboardResult], device: torch.device) -> list[str]:
-    """A sentence for each precision that took longer than float32, with the reason."""
+    """Return a sentence for each precision that took longer than float32, with the reason."""
     first = outcomes[0]
     ratios = {o.dtype: o.milliseconds_per_step / first.milliseconds_per_step for o in outcomes[1:]}
     reason = (
@@ -75,7 +75,7 @@ def remarks(outcomes: Sequence[CheckerboardResult], device: torch.device) -> lis
 
 
 def summary(settings: CheckerboardSettings, outcomes: Sequence[CheckerboardResult], picture: str) -> dict[str, object]:
-    """The results for `--json`; a loss that is not finite is null."""
+    """Return the results for `--json`; a loss that is not finite is null."""
     settled = {name: getattr(settings, name) for name in ("steps", "size", "policy")}
     rows = [{name: value for name, value in vars(outcome).items() if name != "image"} for outcome in outcomes]
     for row in rows:
@@ -89,7 +89,7 @@ DOTS_PER_INCH = 100
 
 
 def draw(target: Tensor, outcomes: Sequence[CheckerboardResult]) -> bytes:
-    """A PNG of 300x330 pixels per panel: the target of shape (size, size), between 0 and 1, and each outcome's image."""
+    """Return a PNG of 300x330 pixels per panel: the target of shape (size, size), between 0 and 1, and each outcome's image."""
     panels = [("target", target), *((f"{o.dtype}, loss {o.loss:.4f}", o.image) for o in outcomes)]
     figure = Figure(figsize=(INCHES_PER_PANEL * len(panels), INCHES_PER_PANEL * 1.1), layout="constrained")
     FigureCanvasAgg(figure)

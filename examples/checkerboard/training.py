@@ -48,7 +48,9 @@ class CheckerboardSettings:
 
 
 def device_named(name: str) -> torch.device:
-    """The device of that name; `auto` is the accelerator if there is one, else the CPU. CheckerboardError if it fails."""
+    """Return the device of that name; `auto` is the accelerator if there is one, else the CPU. CheckerboardError
+    if it fails.
+    """
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
@@ -66,13 +68,15 @@ def _require(condition: bool, otherwise: str) -> None:
 
 
 def coordinate_grid(size: int) -> Tensor:
-    """The coordinates (x, y) of each pixel, from -1 at the left and the top to 1; float32 of shape (1, 2, size, size)."""
+    """Return the coordinates (x, y) of each pixel, from -1 at the left and the top to 1; float32 of shape (1, 2,
+    size, size).
+    """
     along = torch.linspace(-1.0, 1.0, size)
     return torch.stack(torch.meshgrid(along, along, indexing="xy"))[None]
 
 
 def checkerboard(size: int, squares: int) -> Tensor:
-    """A board of `squares` x `squares` fields, 0.0 (top left) and 1.0 in turn; float32 of shape (1, 1, size, size)."""
+    """Return a board of `squares` x `squares` fields, 0.0 (top left) and 1.0 in turn; float32 of shape (1, 1, size, size)."""
     field = torch.arange(size) * squares // size
     return ((field[:, None] + field) % 2).float()[None, None]
 
@@ -163,7 +167,7 @@ class _Trained:
         return not skipped
 
     def image(self) -> Tensor:
-        """The network's current output, float32 of shape (1, 1, size, size)."""
+        """Return the network's current output, float32 of shape (1, 1, size, size)."""
         # In training mode: the batch is the whole image, with the statistics of the training.
         with torch.no_grad(), self.region:
             drawn: Tensor = self.network(self.coordinates)

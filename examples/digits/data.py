@@ -15,7 +15,7 @@ HELD_OUT = 0.25
 
 
 def data() -> tuple[TensorDataset, TensorDataset]:
-    """The training set and the held-out set, always the same ones, every digit with the same share in both.
+    """Return the training set and the held-out set, always the same ones, every digit with the same share in both.
 
     Returns:
         Two data sets of pairs (image, digit): float32 of shape (1, 8, 8) between 0 and 1, and an int64 scalar.

@@ -51,7 +51,7 @@ def with_coordinates(image: Tensor) -> Tensor:
 
 
 def model() -> nn.Module:
-    """An untrained `DigitsNet`; its weights depend on torch's random state."""
+    """Return an untrained `DigitsNet`; its weights depend on torch's random state."""
     return DigitsNet()
 
 

@@ -27,7 +27,7 @@ DOTS_PER_INCH = 150
 
 
 def training_plot(steps: Sequence[dict[str, Any]], epochs: Sequence[dict[str, Any]]) -> bytes:
-    """A PNG with three panels over the optimizer steps, from train.jsonl's lines of steps and epochs."""
+    """Return a PNG with three panels over the optimizer steps, from train.jsonl's lines of steps and epochs."""
     figure = Figure(figsize=(8, 7), layout="constrained")
     FigureCanvasAgg(figure)
     loss, accuracy, scale = figure.subplots(3, 1, sharex=True)
@@ -90,7 +90,7 @@ class DemoResult:
         )
 
     def summary(self) -> dict[str, Any]:
-        """The figures of the table, for machines."""
+        """Return the figures of the table, for machines."""
         accuracy, figures = self.certificate["accuracy"], [output["figures"] for output in self.certificate["outputs"]]
         return {
             "accuracy": {"fp32": accuracy["reference"], "fp16": accuracy["rounded"], "served": self.served_accuracy},
@@ -129,7 +129,7 @@ LEVEL_HEADINGS = ("in flight", "requests/s", "p50 ms", "p99 ms", "mean batch")
 
 
 def level_rows(result: DemoResult) -> list[tuple[str, ...]]:
-    """The server's figures at each concurrency, in the order of LEVEL_HEADINGS."""
+    """Return the server's figures at each concurrency, in the order of LEVEL_HEADINGS."""
     return [
         (
             str(level["concurrency"]),
@@ -146,7 +146,7 @@ PRECISION_HEADINGS = ("model file", "computed in", "accuracy", "requests/s", "ra
 
 
 def served_rows(result: DemoResult) -> list[tuple[str, ...]]:
-    """The figures of each served precision, in the order of PRECISION_HEADINGS."""
+    """Return the figures of each served precision, in the order of PRECISION_HEADINGS."""
     return [
         (
             served["file"],
@@ -161,7 +161,7 @@ def served_rows(result: DemoResult) -> list[tuple[str, ...]]:
 
 
 def result_tables(result: DemoResult) -> Group:
-    """The result for a terminal."""
+    """Return the result for a terminal."""
     precision = Table(box=box.SIMPLE_HEAD, show_header=False, title="digits, end to end", title_justify="left")
     for row in precision_rows(result):
         precision.add_row(*row)

@@ -44,12 +44,12 @@ def outcome(model: nn.Module, skipped: int, scaler: LateUpdate | None) -> Traini
 
 
 def batches() -> DataLoader[Any]:
-    """The training set in shuffled batches of pairs (image, digit)."""
+    """Return the training set in shuffled batches of pairs (image, digit)."""
     return DataLoader(data()[0], batch_size=64, shuffle=True)
 
 
 def accuracy(model: nn.Module) -> float:
-    """The share of the held-out digits that a model, on any device, recognizes."""
+    """Return the share of the held-out digits that a model, on any device, recognizes."""
     device = next(model.parameters()).device
     images, digits = (tensor.to(device) for tensor in data()[1].tensors)
     with torch.inference_mode():

@@ -22,7 +22,7 @@ class Classifier(pl.LightningModule):
         self.net, self.skipped = DigitsNet(), 0
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-        """The loss of a batch of pairs (image, digit)."""
+        """Return the loss of a batch of pairs (image, digit)."""
         images, digits = batch
         return cross_entropy(self.net(images), digits)
 

@@ -29,7 +29,7 @@ def accumulated_step(
     batches: Sequence[tuple[Tensor, Tensor]],
     clip: float = math.inf,
 ) -> float:
-    """One optimizer step for several batches, pairs (inputs, targets) that may differ in size.
+    """Return one optimizer step for several batches, pairs (inputs, targets) that may differ in size.
 
     Returns the mean squared error over all samples, before the step. `clip` bounds the norm of all batches' gradients together.
     """

@@ -29,12 +29,12 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16}  # that are compar
 
 
 def device_in_use() -> torch.device:
-    """The accelerator if there is one, else the CPU."""
+    """Return the accelerator if there is one, else the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def regression(count: int = 256) -> tuple[Tensor, Tensor]:
-    """Inputs of shape (count, 8) and targets of shape (count, 1), float32, always the same."""
+    """Return inputs of shape (count, 8) and targets of shape (count, 1), float32, always the same."""
     inputs = torch.randn(count, INPUTS, generator=torch.Generator().manual_seed(0))
     targets = torch.sin(inputs[:, :4].sum(1)) + inputs[:, 4] * inputs[:, 5]
     return inputs.to(device_in_use()), targets[:, None].to(device_in_use())
@@ -60,7 +60,7 @@ class Precision:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Self:
-        """The pair for float32, float16 (scaled) or bfloat16 (not scaled: its range is that of float32)."""
+        """Return the pair for float32, float16 (scaled) or bfloat16 (not scaled: its range is that of float32)."""
         device, low = device_in_use().type, dtype is not torch.float32
         region = autocast(device, dtype if low else None, enabled=low)
         return cls(region, GradScaler(device, enabled=dtype is torch.float16))

@@ -42,7 +42,7 @@ def textbook_log_softmax(logits: Tensor, dim: int = -1) -> Tensor:
 
 
 def textbook_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean of -log p[target]; logits of shape (n, classes), targets int64 of shape (n,)."""
+    """Return the mean of -log p[target]; logits of shape (n, classes), targets int64 of shape (n,)."""
     return -textbook_log_softmax(logits).gather(1, targets[:, None]).mean()
 
 
@@ -111,7 +111,8 @@ def measure(case: SoftmaxCase) -> SoftmaxErrors:
 
 
 def error_in_units(result: Tensor, exact: Tensor) -> float:
-    """The largest error of a result in units of float16's resolution: of eps = 2^-10 of the exact value, or of 2^-24 near 0.
+    """Return the largest error of a result in units of float16's resolution: of eps = 2^-10 of the exact value, or of 2^-24
+    near 0.
 
     A correctly rounded result has an error of at most half a unit. `exact` is float64, of the result's shape.
     """

@@ -52,7 +52,7 @@ def _broadcasts(mask: Tensor, logits: Tensor) -> bool:
 
 
 def softmax(logits: Tensor, dim: int = -1, *, mask: Tensor | None = None, compute: torch.dtype | None = None) -> Tensor:
-    """The probabilities of the entries along a dimension.
+    """Return the probabilities of the entries along a dimension.
 
     Args:
         logits: Floating point, any shape.
@@ -74,7 +74,7 @@ def softmax(logits: Tensor, dim: int = -1, *, mask: Tensor | None = None, comput
 
 
 def log_softmax(logits: Tensor, dim: int = -1, *, mask: Tensor | None = None, compute: torch.dtype | None = None) -> Tensor:
-    """The logarithms of the probabilities along a dimension; arguments and errors as for `softmax`.
+    """Return the logarithms of the probabilities along a dimension; arguments and errors as for `softmax`.
 
     Returns:
         Of the logits' shape and dtype; minus infinity where masked, or where float16 has no such number (two float16 logits
@@ -91,7 +91,7 @@ def cross_entropy(
     mask: Tensor | None = None,
     compute: torch.dtype | None = None,
 ) -> Tensor:
-    """The mean over the rows of -log p[target], as `torch.nn.functional.cross_entropy` defines it, with masked classes.
+    """Return the mean over the rows of -log p[target], as `torch.nn.functional.cross_entropy` defines it, with masked classes.
 
     With label smoothing e, a row's loss is (1 - e) * -log p[target] + e * the mean of -log p over its allowed classes (Szegedy
     et al., "Rethinking the Inception architecture for computer vision", 2015).

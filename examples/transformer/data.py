@@ -16,7 +16,7 @@ TRAINING, HELD_OUT = 2048, 512
 
 
 def data() -> tuple[TensorDataset, TensorDataset]:
-    """The training set and the held-out set, always the same ones.
+    """Return the training set and the held-out set, always the same ones.
 
     Returns:
         Two data sets of pairs (tokens, targets), int64 of shape (8,): a digit plus 1, or 0 for padding; and the digits in
@@ -41,7 +41,7 @@ def ascending(digits: Tensor, present: Tensor) -> Tensor:
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy over all places that have a digit.
+    """Return the mean cross-entropy over all places that have a digit.
 
     Args:
         logits: Shape (n, length, 10).
@@ -51,7 +51,7 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def accuracy(model: nn.Module, pairs: Dataset[Any]) -> float:
-    """The share of places with a digit whose largest logit is that digit's.
+    """Return the share of places with a digit whose largest logit is that digit's.
 
     Args:
         model: From tokens to logits, on the CPU; called in the mode and dtype that it is in.

@@ -59,7 +59,7 @@ class Sorter(nn.Module):
         self.to_logits = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, DIGITS))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of each place.
+        """Return the logits of each place.
 
         Args:
             tokens: int64, shape (n, 8): a digit plus 1, or 0 for padding at the end.
@@ -94,5 +94,5 @@ class Layer(nn.Module):
 
 
 def model() -> nn.Module:
-    """An untrained `Sorter`; its weights depend on torch's random state."""
+    """Return an untrained `Sorter`; its weights depend on torch's random state."""
     return Sorter()

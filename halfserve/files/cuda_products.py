@@ -22,7 +22,7 @@ CUDA_ENVIRONMENT = {"ORT_CUDA_GEMM_OPTIONS": "2"}
 
 
 def product_options(model: Any) -> dict[str, str]:
-    """Provider options for a ModelProto: no TF32, unless a convolution computes in half precision.
+    """Return provider options for a ModelProto: no TF32, unless a convolution computes in half precision.
 
     In ONNX Runtime 1.31, CUDA computes such convolutions without tensor cores where TF32 is off.
     """
@@ -30,7 +30,7 @@ def product_options(model: Any) -> dict[str, str]:
 
 
 def has_half_convolution(model: Any) -> bool:
-    """Whether a Conv or ConvTranspose of a ModelProto computes in float16 or bfloat16, or may do so.
+    """Return whether a Conv or ConvTranspose of a ModelProto computes in float16 or bfloat16, or may do so.
 
     Types come from declarations, casts and the operands before, without shape inference; in functions they are not known.
     """
@@ -41,7 +41,7 @@ def has_half_convolution(model: Any) -> bool:
 
 
 def _has_halves(model: Any) -> bool:
-    """Whether a weight, an input, an output or a cast is in half precision, functions and bodies included."""
+    """Return whether a weight, an input, an output or a cast is in half precision, functions and bodies included."""
     values = (*model.graph.input, *model.graph.output)
     return (
         any(tensor.data_type in HALVES for tensor in all_tensors(model))
@@ -51,7 +51,7 @@ def _has_halves(model: Any) -> bool:
 
 
 def _casts(nodes: Iterable[Any]) -> bool:
-    """Whether a node states a half-precision type in an attribute."""
+    """Return whether a node states a half-precision type in an attribute."""
     return any(
         any(attribute.name in STATING and attribute.i in HALVES for attribute in node.attribute)
         or any(_casts(body.node) for body in _bodies(node))
@@ -78,7 +78,7 @@ def _convolves(graph: Any, outer: Mapping[str, int]) -> bool:
 
 
 def _made(node: Any) -> int:
-    """The type that a Cast or a Constant states; 0 for any other node."""
+    """Return the type that a Cast or a Constant states; 0 for any other node."""
     for attribute in node.attribute:
         if node.op_type == "Cast" and attribute.name == "to":
             return int(attribute.i)

@@ -59,7 +59,7 @@ class StoredObject:
 
 
 def is_url(text: str) -> bool:
-    """Whether it is a URL such as s3://bucket/models, and not a path."""
+    """Return whether it is a URL such as s3://bucket/models, and not a path."""
     return URL.match(text) is not None
 
 
@@ -172,7 +172,7 @@ class ObjectStore:
         return bool(kind.find is AbstractFileSystem.find)
 
     def _below(self, name: str) -> str:
-        """The path below the root; "" for names outside of it, and for placeholders of folders."""
+        """Return the path below the root; "" for names outside of it, and for placeholders of folders."""
         inside = name.startswith(f"{self._root}/") and not name.endswith("/")
         return name[len(self._root) + 1 :] if inside else ""
 
@@ -207,7 +207,7 @@ class ObjectStore:
         raise StorageError(f"{self.url}/{failure[0].path}: cannot be read: {self._line(failure[1])}")
 
     def is_intact(self, stored: StoredObject, copy: Path) -> bool:
-        """Whether a copy has the content that the object's tag promises; True if the tag says nothing about the content.
+        """Return whether a copy has the content that the object's tag promises; True if the tag says nothing about the content.
 
         S3's ETag is the MD5 of an object that was written in one piece, unless the object is encrypted with a KMS or client
         key. OSError if the copy cannot be read.
@@ -220,7 +220,7 @@ class ObjectStore:
         return digest == promised[1] or self._has_other_tag(stored)
 
     def _has_other_tag(self, stored: StoredObject) -> bool:
-        """Whether an object's ETag is not an MD5, although it looks like one."""
+        """Return whether an object's ETag is not an MD5, although it looks like one."""
         bucket, key, _ = self._fs.split_path(f"{self._root}/{stored.path}")
         with self._told("cannot be read", stored.path):
             head = self._fs.call_s3("head_object", Bucket=bucket, Key=key)
@@ -270,7 +270,7 @@ class ObjectStore:
             raise StorageError(f"{self.url}{path and '/'}{path}: {what}: {self._line(error)}") from None
 
     def _line(self, error: BaseException) -> str:
-        """The text of an error as one line without credentials, with advice if there is any."""
+        """Return the text of an error as one line without credentials, with advice if there is any."""
         text = " ".join(str(error).split()) or type(error).__name__
         for secret in reversed(self._secrets):
             text = text.replace(secret, HIDDEN)
@@ -284,7 +284,7 @@ class ObjectStore:
 
 
 def _knows_no_conditions(error: BaseException) -> bool:
-    """Whether an S3-compatible store answered (501) that it does not support conditional writes."""
+    """Return whether an S3-compatible store answered (501) that it does not support conditional writes."""
     answer = getattr(error.__cause__ or error, "response", None) or {}
     return bool(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") == 501)
 

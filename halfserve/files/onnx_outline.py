@@ -94,7 +94,7 @@ class TopLevelField:
 
 
 def top_level_fields(data: FileWindow) -> Iterator[TopLevelField]:
-    """The top-level fields of the message in a file; errors as of `FileWindow`."""
+    """Return the top-level fields of the message in a file; errors as of `FileWindow`."""
     return _Walker(data, {}, large_bytes=0).top_level_fields()
 
 

@@ -43,7 +43,9 @@ def _followed(descriptor: Descriptor) -> frozenset[int]:
 
 
 def _holds_tensors(descriptor: Descriptor, above: frozenset[str]) -> bool:
-    """Whether a message is a tensor or may contain one. `above` are the messages around it, as graphs can contain graphs."""
+    """Return whether a message is a tensor or may contain one. `above` are the messages around it, as graphs can contain
+    graphs.
+    """
     if descriptor.full_name == TENSOR:
         return True
     below = (field.message_type for field in descriptor.fields if field.message_type)

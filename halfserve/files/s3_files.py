@@ -50,7 +50,7 @@ class S3Files(S3FileSystem):  # type: ignore[misc]  # (see above)
 
     @classmethod
     def opened(cls, url: str, options: dict[str, Any]) -> tuple[S3Files, str]:
-        """The file system of an s3:// URL, and the path in it."""
+        """Return the file system of an s3:// URL, and the path in it."""
         config = {"http_session_cls": UnredirectedSession, **options.get("config_kwargs", {})}
         settings: dict[str, Any] = cls._get_kwargs_from_urls(url) | options | {"config_kwargs": config}
         files = cls(**settings)

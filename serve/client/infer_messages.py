@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse, ModelMetadataResponse
+from halfserve.protos.request_parameters import PRIORITY, SEQUENCE_ID, TIMEOUT
 from halfserve.serve.client.array_conversion import (
     Array,
     as_bfloat16,
@@ -24,7 +25,6 @@ from halfserve.serve.client.errors import ClientError, InvalidRequest, check_tex
 from halfserve.serve.protocol.raw_tensors import from_raw
 
 Parameter = bool | int | float | str
-SEQUENCE_ID = "sequence_id"
 MICROSECONDS = 1_000_000
 REGION, SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 
@@ -39,11 +39,11 @@ def add_parameters(
     if priority:
         if isinstance(priority, bool) or not isinstance(priority, int) or not 0 < priority < 2**32:
             raise InvalidRequest(f"priority must be a whole number, 1 for the most urgent, not {priority!r}")
-        request.parameters["priority"].int64_param = priority
+        request.parameters[PRIORITY].int64_param = priority
     if queue_timeout_s is not None:
         if not is_above_0(queue_timeout_s) or not queue_timeout_s < 2**43:
             raise InvalidRequest(f"queue_timeout_s must be seconds above 0, or None, not {queue_timeout_s!r}")
-        request.parameters["timeout"].int64_param = max(1, round(queue_timeout_s * MICROSECONDS))
+        request.parameters[TIMEOUT].int64_param = max(1, round(queue_timeout_s * MICROSECONDS))
 
 
 def is_stateful(request: ModelInferRequest) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse, ModelStreamInferResponse
+from halfserve.protos.request_parameters import EMPTY_FINAL
 from halfserve.serve.client.array_conversion import Array
 from halfserve.serve.client.errors import (
     RETRY_HINT_KEY,
@@ -32,7 +33,7 @@ LONGEST_NUMBER = 20  # most digits of a request's number; Python refuses to read
 # The protocol gives only a text for a failed request; this project's server adds the status and the retry hint as parameters.
 STATUS = "grpc-status"
 # Triton's parameters: a request asks for a marked last answer, and an answer is marked as the last.
-EMPTY_FINAL, IS_FINAL = "triton_enable_empty_final_response", "triton_final_response"
+IS_FINAL = "triton_final_response"
 CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 

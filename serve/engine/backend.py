@@ -12,7 +12,8 @@ import numpy as np
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.engine.requests import CallingExecution, Done, InferRequest
+from halfserve.serve.engine.requests import CallingExecution, InferRequest
+from halfserve.serve.engine.results import LaterAnswer
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 
 OPENVINO_BACKEND = "openvino"
@@ -221,28 +222,6 @@ class BackendView:
 
     def give_up(self) -> None:
         self._backend.give_up()
-
-
-class LaterAnswer:
-    """An answer that its model gives after the batch has ended. Used on the event loop only."""
-
-    __slots__ = ("_done", "_result")
-
-    def __init__(self) -> None:
-        self._result: Tensors | InferenceError | None = None
-        self._done: Done | None = None
-
-    def give(self, result: Tensors | InferenceError) -> None:
-        """Deliver the answer. Called once."""
-        self._result = result
-        if self._done is not None:
-            self._done(result)
-
-    def then(self, done: Done) -> None:
-        """Call `done` with the answer, at once if it has been given. Called once."""
-        self._done = done
-        if self._result is not None:
-            done(self._result)
 
 
 class Reschedule:

@@ -18,7 +18,7 @@ from halfserve.serve.engine.config.parameters import MEASURED, own_parameter
 from halfserve.serve.engine.config.sequence_batching import SequencePlan
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
-from halfserve.serve.engine.execution.instance import Instance, Supervision
+from halfserve.serve.engine.execution.runners import Supervision, make_instance
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
 from halfserve.serve.engine.padding.ragged import Ragged
@@ -227,10 +227,10 @@ class Model:
             max_compute_s=own_parameter(self.config, "halfserve.max_compute_s"),
             open_ended=self.interface.open_ended,
         )
-        instances = [Instance(backend, number, supervision) for number, backend in enumerate(self.backends)]
+        instances = [make_instance(backend, number, supervision) for number, backend in enumerate(self.backends)]
         limits, statistics = self.limits, self.statistics
         steady = self.interface.is_steady(batched=self.max_batch_size > 0)
-        self.batcher = Batcher(instances, limits, statistics, self.short_s, self.invariance, is_steady=steady, mixed=self.mixed)
+        self.batcher = Batcher(instances, limits, statistics, self.short_s, is_steady=steady, mixed=self.mixed)
         self.scheduler: Scheduler = self.batcher
         return self
 

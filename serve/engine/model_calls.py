@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from halfserve.protos.request_parameters import PRIORITY
 from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError, InvalidArgumentError, UnsupportedError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
@@ -222,7 +223,7 @@ def _nothing(_: Tensors | InferenceError) -> None:
 
 
 def _priority(parameters: Mapping[str, Parameter]) -> int:
-    value = parameters.get("priority", 0)
+    value = parameters.get(PRIORITY, 0)
     return value if isinstance(value, int) and value >= 0 else 0
 
 

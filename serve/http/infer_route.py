@@ -18,12 +18,13 @@ from starlette.responses import Response
 from halfserve.files.varint import encoded_varint
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from halfserve.protos.request_parameters import BINARY_OUTPUTS
 from halfserve.protos.shared_memory_parameters import REGION
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.http import json_bodies as fields
-from halfserve.serve.http.guards import GRANT, GuardedRoute, client_of, peer_of
+from halfserve.serve.http.guards import GRANT, client_of, peer_of
 from halfserve.serve.http.http_options import HttpLimits
 from halfserve.serve.http.json_bodies import Fields
 from halfserve.serve.http.json_tensors import array_from_json, json_pieces
@@ -35,19 +36,21 @@ from halfserve.serve.http.request_body import (
     compressed,
     header_length,
 )
-from halfserve.serve.http.responses import JSON_TYPE, dump_json, dump_up_to
-from halfserve.serve.http.routes import MODEL, VERSION
-from halfserve.serve.protocol.inference import AnyInference, ObservedInference
+from halfserve.serve.http.responses import dump_json, dump_up_to
+from halfserve.serve.http.routing.infer_operations import INFER
+from halfserve.serve.http.routing.operations import JSON_TYPE
+from halfserve.serve.http.routing.route_table import serves_versions
+from halfserve.serve.protocol.inference import Inference, InferenceEntry
 from halfserve.serve.protocol.large_bytes import join_unlocked
 from halfserve.serve.protocol.messages import split_response
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX_BYTES, from_raw, to_raw
+from halfserve.serve.protocol.rpc import INFERENCE
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.gate import AccessGrant
-from halfserve.serve.security.roles import INFERENCE
 
 T = TypeVar("T")
 RAW_ENTRY = bytes((ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | 2,))
-BINARY, BINARY_SIZE, ALL_BINARY = "binary_data", "binary_data_size", "binary_data_output"
+BINARY, BINARY_SIZE = "binary_data", "binary_data_size"
 Buffer = bytes | memoryview
 
 
@@ -60,12 +63,8 @@ class InferRoute:
         self._bodies = bodies
         self._limits = limits
 
-    def routes(self) -> list[GuardedRoute]:
-        # The token is checked again when the request is queued.
-        return [
-            GuardedRoute(f"{path}/infer", self.answer, INFERENCE, method="POST", checks_token=True) for path in (MODEL, VERSION)
-        ]
-
+    # The token is checked again when the request is queued.
+    @serves_versions("POST", "/infer", INFERENCE, INFER, checks_token=True)
     async def answer(self, request: Request) -> Response:
         """Infer.
 
@@ -145,25 +144,23 @@ class InferRoute:
         return await asyncio.to_thread(work) if size > self._limits.inline_bytes else work()
 
 
-def inference_entry(service: Service, request: Request) -> AnyInference:
-    """The entry for the inference requests of one HTTP request: as its token permits, and observed."""
-    observer = service.observability.observer
+def inference_entry(service: Service, request: Request) -> InferenceEntry:
+    """The entry for the inference requests of one HTTP request, as its token permits."""
     given: AccessGrant | None = request.scope.get(GRANT)
-    headers = dict(request.scope["headers"])
-    inference = service.inference_of(headers, service.forwarded.http, partial(client_of, request.scope))
-    if given is not None:
-        inference = given.inference(inference, peer_of(request.scope), is_charged=True)
-    if observer is None:
-        return inference
+    inference = _inference_of(service, request)
+    return inference if given is None else given.inference(inference, peer_of(request.scope), is_charged=True)
+
+
+def record_refusal(service: Service, request: Request, error: InferenceError | None, name: str, version: str = "") -> None:
+    """Record a request for a model that ends before it is queued: refused, or, with None, as its client has disconnected."""
+    _inference_of(service, request).refused(name, version, error)
+
+
+def _inference_of(service: Service, request: Request) -> Inference:
+    scope = request.scope
+    given: AccessGrant | None = scope.get(GRANT)
     holder = "" if given is None else given.holder
-    return ObservedInference(inference, observer, peer_of(request.scope), headers, holder, is_rest=True)
-
-
-def record_refusal(service: Service, request: Request, error: InferenceError, name: str, version: str = "") -> None:
-    """Record a request for a model that is refused before it is queued."""
-    service.core.figures.refuse(error)
-    asked = ModelInferRequest(model_name=name, model_version=version)
-    inference_entry(service, request).failed(asked.SerializeToString(), error)
+    return service.inference_of(peer_of(scope), dict(scope["headers"]), holder, partial(client_of, scope), is_rest=True)
 
 
 def named(request: Request) -> tuple[str, str]:
@@ -220,8 +217,8 @@ def read_request(body: bytes, json_bytes: int | None, model: str, version: str) 
     content = fields.parse_object(view[:json_end])
     head = ModelInferRequest(model_name=model, model_version=version, id=fields.text(content, "id", "the request", ""))
     parameters = fields.members(content, "parameters", "the request")
-    binary_default = bool(fields.flag(parameters, ALL_BINARY, "parameters", default=False))
-    set_parameters(head.parameters, parameters, "the request", skip={ALL_BINARY})
+    binary_default = bool(fields.flag(parameters, BINARY_OUTPUTS, "parameters", default=False))
+    set_parameters(head.parameters, parameters, "the request", skip={BINARY_OUTPUTS})
     binary = _read_outputs(head, content)
     raw = _read_inputs(head, content, view[json_end:])
     return RestRequest(message=joined(head, raw), binary=binary, binary_default=binary_default)

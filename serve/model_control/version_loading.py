@@ -242,8 +242,8 @@ class VersionLoader:
         model = started(replace(loaded, reload=again))  # a copy: `again` must not refer to the model that has it
         tried = TriedVersion(loaded, self.warm_up_budget_s)
         try:
-            for instance in model.batcher.instances:
-                instance.settle(partial(settle, tried))
+            for instance, backend in zip(model.batcher.instances, model.backends, strict=True):
+                instance.settle(partial(settle, tried, backend))
         except BaseException:
             for instance in model.batcher.instances:
                 instance.stop()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_statistics import BatchTimes
-from halfserve.serve.observability.observed_request import MAX_TEXT, Caller, ObservedRequest, loggable
+from halfserve.serve.observability.inference_record import MAX_TEXT, Caller, InferenceRecord, loggable
 from halfserve.serve.observability.outbox import Outbox
 
 TOGETHER = 64  # number of answers whose lines are made together, in some 100 us
@@ -23,8 +23,7 @@ THOUSANDTHS = tuple(f".{number:03d}" for number in range(1000))  # cached, as fo
 class AccessLogEntry(NamedTuple):
     """An answer without a line yet; times in nanoseconds on time.monotonic_ns()'s clock."""
 
-    request: ObservedRequest  # the answered request
-    model: Model  # the model version that computed it
+    request: InferenceRecord  # the answered request
     response_bytes: int  # size of the serialized response
     batch: BatchTimes  # times at which its batch passed each stage
     batch_rows: int  # rows of its whole batch
@@ -43,14 +42,14 @@ class AccessLogger:
         self._model: Model | None = None  # model of the latest line, whose part of the line is cached
         self._model_text = ""
 
-    def answered(self, exchange: ObservedRequest, response_bytes: int, ended_ns: int) -> None:
+    def answered(self, record: InferenceRecord, response_bytes: int, ended_ns: int) -> None:
         """Log an answer that was handed over at `ended_ns` on time.monotonic_ns()'s clock."""
-        model = exchange.model
-        times = None if model is None else model.statistics.latest
-        if model is None or times is None:
+        statistics = record.model.statistics
+        times = statistics.latest
+        if times is None:
             return
         answers = self._answers
-        answers.append(AccessLogEntry(exchange, model, response_bytes, times, model.statistics.latest_rows, ended_ns))
+        answers.append(AccessLogEntry(record, response_bytes, times, statistics.latest_rows, ended_ns))
         if len(answers) == TOGETHER:
             self._write()
         elif len(answers) == 1:
@@ -93,7 +92,8 @@ class AccessLogger:
             self._outbox.put(self._line(answer, epoch_ns))
 
     def _line(self, answer: AccessLogEntry, epoch_ns: int) -> str:
-        request, model, response_bytes, batch, batch_rows, ended = answer
+        request, response_bytes, batch, batch_rows, ended = answer
+        model = request.model
         if model is not self._model:
             self._model, self._model_text = model, _computed_by(model)
         queue = _ms((batch.started - request.arrived_ns) // 1000)

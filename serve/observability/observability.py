@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.model_statistics import Reading
 from halfserve.serve.observability.access_log import AccessLogger
 from halfserve.serve.observability.log_settings import LogFilter, LogSettings, Value
 from halfserve.serve.observability.observe_options import OTLP, AccessLog, ObserveOptions, check_can_trace, destination, file_of
-from halfserve.serve.observability.observed_request import Caller, ObservedRequest
+from halfserve.serve.observability.observer import Observer, StatusName
 from halfserve.serve.observability.outbox import LineFile, Outbox, check_writable
 from halfserve.serve.observability.span_export import Exporter, make_exporter
 from halfserve.serve.observability.trace_settings import TENSORS, TIMESTAMPS, TraceControl, settings_at_start
@@ -26,15 +22,13 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 2.0  # seconds that writing the last lines and traces may take
 MAX_TRACES_WAITING = 8192
 TRACES_EVERY_S = 5.0  # the interval of OpenTelemetry's own processor
-StatusName = Callable[[Exception | None], str]
-NEVER = 2**62  # a countdown of this many requests never ends
 
 
 class Observability:
     """Starts, switches and closes the access log and the traces of one server. Lives on the event loop.
 
     Attributes:
-        observer: counts and observes requests; None while neither log nor traces are on.
+        observer: counts all requests, and logs and traces some.
         logs: the current log settings.
         traces: the current trace settings.
         trace_to: destination of traces: OTLP, a path, or "" for none.
@@ -51,8 +45,7 @@ class Observability:
         self.logs = LogSettings(access_log=options.access_log, access_log_every=options.access_log_every)
         self.trace_to = destination(options, os.environ)
         self.traces = TraceControl(settings_at_start(options, os.environ))
-        self.observer: Observer | None = None
-        self._observer = Observer(core, status_name)
+        self.observer = Observer(core, status_name)
         self._filter = LogFilter(self.logs)
         self._log: AccessLogger | None = None
         self._tracer: Tracer | None = None
@@ -89,7 +82,7 @@ class Observability:
 
     def close(self) -> None:
         """Write the remaining lines and traces, for at most CLOSE_S seconds, and close everything."""
-        self.observer = None
+        self.observer.listen(None, 0, None, 0)
         for outbox in self._outboxes:
             outbox.close(CLOSE_S)
         for end in self._ends:
@@ -113,15 +106,16 @@ class Observability:
         log = self._log if self.logs.access_log is not AccessLog.OFF else None
         every = {AccessLog.ALL: 1, AccessLog.SAMPLED: self.logs.access_log_every}.get(self.logs.access_log, 0)
         tracer = self._tracer if self.traces.is_on else None
-        self._observer.listen(log, every, tracer, 0 if tracer is None else tracer.every)
-        self.observer = self._observer if log or tracer else None
+        self.observer.listen(log, every, tracer, 0 if tracer is None else tracer.every)
 
     def _start_log(self) -> AccessLogger:
         file = LineFile(self._options.access_log_file)
         outbox: Outbox[str] = Outbox(file.write, name="access log")
         self._outboxes.append(outbox)
         self._ends.append(file)
-        self._figures.readings[Reading.ACCESS_LOG_DROPPED] = lambda: outbox.dropped
+        self._figures.counter(
+            "halfserve_access_log_dropped_total", "Lines that the log could not take in time", lambda: outbox.dropped
+        )
         return AccessLogger(outbox, self._options.process)
 
     def _start_tracer(self) -> Tracer:
@@ -134,90 +128,8 @@ class Observability:
         tracer = Tracer(self.traces, outbox)
         self._outboxes.append(outbox)
         self._ends.append(exporter)
-        self._figures.readings[Reading.TRACES] = lambda: tracer.traced
-        self._figures.readings[Reading.TRACES_DROPPED] = lambda: outbox.dropped
+        self._figures.counter("halfserve_traces_total", "Requests that were traced", lambda: tracer.traced)
+        self._figures.counter(
+            "halfserve_traces_dropped_total", "Traces that the exporter could not take in time", lambda: outbox.dropped
+        )
         return tracer
-
-
-class Observer:
-    """Selects the requests that are logged or traced, by a countdown that is the only cost of all others.
-
-    Lives on the event loop.
-
-    Attributes:
-        until: number of requests until the next one that may be selected; the caller counts it down and calls `choose` at 0.
-        log: writes the access log; None while it is off.
-        tracer: decides on requests that may be traced; None while traces are off.
-    """
-
-    def __init__(self, core: InferenceCore, status_name: StatusName) -> None:
-        """Make an observer that selects nothing yet.
-
-        `status_name` names the gRPC status of an error, such as "INVALID_ARGUMENT"; for None that of a cancelled call.
-        """
-        self._core = core
-        self._status_name = status_name
-        self.log: AccessLogger | None = None
-        self.tracer: Tracer | None = None
-        self._log_every = self._trace_every = NEVER
-        self._log_left = self._trace_left = self._step = self.until = NEVER
-
-    def listen(self, log: AccessLogger | None, log_every: int, tracer: Tracer | None, trace_every: int) -> None:
-        """Set the access log and the tracer from now on; None logs or traces nothing.
-
-        The log gets failures, and one in `log_every` answers; the tracer decides on one in `trace_every` requests, and on all
-        whose callers sent a decision. An interval of 0 selects no request.
-        """
-        self.log, self.tracer = log, tracer
-        self._log_left = self._log_every = log_every or NEVER
-        self._trace_left = self._trace_every = trace_every or NEVER
-        self._step = self.until = min(self._log_left, self._trace_left)
-
-    def choose(self, exchange: ObservedRequest) -> None:
-        """Decide whether the request that was just counted is logged, and whether it may be traced.
-
-        One countdown serves the log and the traces; it is restarted here once it has ended.
-        """
-        if self.until > 0:
-            return
-        self._log_left -= self._step
-        self._trace_left -= self._step
-        if not self._log_left:
-            self._log_left = self._log_every
-            exchange.is_logged = True
-        if not self._trace_left:
-            self._trace_left = self._trace_every
-            exchange.is_trace_due = True
-        self._step = self.until = min(self._log_left, self._trace_left)
-
-    def began(self, exchange: ObservedRequest) -> None:
-        if self.tracer is not None and exchange.model is not None:
-            exchange.trace = self.tracer.decide(exchange.model.name, exchange.caller.parent, is_due=exchange.is_trace_due)
-
-    def answered(self, exchange: ObservedRequest, response_bytes: int) -> None:
-        now_ns = time.monotonic_ns()
-        if exchange.is_logged and self.log is not None:
-            self.log.answered(exchange, response_bytes, now_ns)
-        if exchange.trace is not None and self.tracer is not None:
-            self.tracer.answered(exchange, response_bytes, now_ns)
-
-    def unanswered(self, exchange: ObservedRequest, error: Exception | None) -> None:
-        """Trace a failure; `failed` logs it, whether the request was selected or not."""
-        if exchange.trace is not None and self.tracer is not None:
-            self.tracer.failed(exchange, self._status_name(error), error, time.monotonic_ns())
-
-    def failed(self, caller: Caller, asked: tuple[str, str, str], request_bytes: int, error: Exception | None) -> None:
-        """Log a request that failed or, if `error` is None, whose client left; `asked` is its model, version and id."""
-        if self.log is not None:
-            model = self._model(asked[0], asked[1])
-            version = asked[1] if model is None else str(model.version)
-            spent_ns = 0
-            if model is not None and error is not None and model.statistics.latest_failure[0] == id(error):
-                spent_ns = model.statistics.latest_failure[1]
-            self.log.failed(caller, (asked[0], version, asked[2]), request_bytes, self._status_name(error), error, spent_ns)
-
-    def _model(self, name: str, version: str) -> Model | None:
-        try:
-            return self._core.model(name, version)
-        except InferenceError:
-            return None

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from halfserve.serve.engine.model_statistics import BatchTimes
-from halfserve.serve.observability.observed_request import ObservedRequest, TraceContext, loggable
+from halfserve.serve.observability.inference_record import InferenceRecord, TraceContext, loggable
 from halfserve.serve.observability.outbox import Outbox
 from halfserve.serve.observability.trace_settings import TraceControl
 
@@ -98,16 +98,16 @@ class Tracer:
         # The ids are not secret; OpenTelemetry's own generator makes them in the same way.
         return parent or TraceContext(trace_id=random.getrandbits(128) or 1)
 
-    def answered(self, exchange: ObservedRequest, response_bytes: int, ended_ns: int) -> None:
-        self._keep(exchange, response_bytes=response_bytes, status="OK", error="", ended_ns=ended_ns)
+    def answered(self, record: InferenceRecord, response_bytes: int, ended_ns: int) -> None:
+        self._keep(record, response_bytes=response_bytes, status="OK", error="", ended_ns=ended_ns)
 
-    def failed(self, exchange: ObservedRequest, status: str, error: Exception | None, ended_ns: int) -> None:
+    def failed(self, record: InferenceRecord, status: str, error: Exception | None, ended_ns: int) -> None:
         """Record a failure; without an error the client has disconnected."""
-        self._keep(exchange, response_bytes=0, status=status, error=loggable(error) or status, ended_ns=ended_ns)
+        self._keep(record, response_bytes=0, status=status, error=loggable(error) or status, ended_ns=ended_ns)
 
-    def _keep(self, exchange: ObservedRequest, *, response_bytes: int, status: str, error: str, ended_ns: int) -> None:
-        model, context = exchange.model, exchange.trace
-        if model is None or context is None:
+    def _keep(self, record: InferenceRecord, *, response_bytes: int, status: str, error: str, ended_ns: int) -> None:
+        model, context = record.model, record.trace
+        if context is None:
             return
         self.traced += 1
         batch = None if error else model.statistics.latest
@@ -116,19 +116,19 @@ class Tracer:
                 context=context,
                 model=model.name,
                 version=str(model.version),
-                request_id=exchange.request_id.decode("utf-8", "replace"),
-                rows=exchange.rows,
-                request_bytes=exchange.request_bytes,
+                request_id=record.request_id.decode("utf-8", "replace"),
+                rows=record.rows,
+                request_bytes=record.request_bytes,
                 response_bytes=response_bytes,
                 status=status,
                 error=error,
-                peer=exchange.caller.peer,
+                peer=record.caller.peer,
                 epoch_ns=time.time_ns() - time.monotonic_ns(),
-                arrived_ns=exchange.arrived_ns,
+                arrived_ns=record.arrived_ns,
                 ended_ns=ended_ns,
                 batch=batch,
                 batch_rows=model.statistics.latest_rows if batch else 0,
-                is_rest=exchange.caller.is_rest,
+                is_rest=record.caller.is_rest,
             )
         )
 

@@ -12,8 +12,8 @@ from halfserve.option_groups import reading
 from halfserve.serve.engine.model_statistics import LatencyFigures
 from halfserve.serve.observability.metrics import latency_figures
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders, HeaderPattern
+from halfserve.serve.protocol.rpc import Api
 from halfserve.serve.security.restricted_apis import GRPC_PREFIX, restricted_group
-from halfserve.serve.security.roles import Api
 from halfserve.serve.security.security_options import RestrictedGroup
 
 _as_triton = partial(typer.Option, rich_help_panel="As in Triton")

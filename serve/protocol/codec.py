@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,12 +12,13 @@ import numpy as np
 
 from halfserve.protos.datatypes import BY_WIRE, Datatype
 from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.protos.request_parameters import PRIORITY, REQUEST_PARAMETERS, RESERVED_PREFIX, TIMEOUT
 from halfserve.protos.shared_memory_parameters import PARAMETERS
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.pictures.encoded_inputs import EncodedInputs, EncodedPictures
-from halfserve.serve.engine.requests import NO_PARAMETERS, LateArray, LateInputs, Parameter, RawInput, RawLayout
-from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
+from halfserve.serve.engine.requests import NO_PARAMETERS, Parameter
+from halfserve.serve.engine.tensors import ANY_SIZE, Array, LateArray, LateInputs, RawInput, RawLayout, Tensors, TensorSpec
 from halfserve.serve.protocol.messages import parse
 from halfserve.serve.protocol.raw_tensors import from_raw
 from halfserve.serve.protocol.shared_memory import (
@@ -40,10 +40,6 @@ LIKE_RAW = frozenset({"bool_contents", "fp32_contents", "fp64_contents"})
 LATE_BYTES: Final = 2**14
 LATE_ELEMENTS: Final = 2**12
 PIECE: Final = 4096  # elements per assignment; the GIL is held during each
-EMPTY_FINAL: Final = "triton_enable_empty_final_response"
-TRITONS: Final = "triton_"  # prefix of the parameters that are for the server, not for models
-# Parameters that mean something to the server.
-RESERVED: Final = re.compile(f"{TRITONS}.*|sequence_(id|start|end)|priority|timeout")
 
 
 @dataclass(frozen=True)
@@ -70,9 +66,10 @@ def parameters_of_request(request: ModelInferRequest) -> Mapping[str, Parameter]
         InvalidArgumentError: a parameter's name has the prefix that is reserved for the server.
     """
     for name in request.parameters:
-        if name.startswith(TRITONS) and name != EMPTY_FINAL:
+        if name.startswith(RESERVED_PREFIX) and name not in REQUEST_PARAMETERS:
             raise InvalidArgumentError(
-                f"parameter {name!r:.60} begins with {TRITONS!r}, which is reserved for the server; expected another name"
+                f"parameter {name!r:.60} begins with {RESERVED_PREFIX!r}, which is reserved for the server; "
+                "expected another name"
             )
     given = {name: parameter.WhichOneof("parameter_choice") for name, parameter in request.parameters.items()}
     return {name: getattr(request.parameters[name], kind) for name, kind in given.items() if kind} or NO_PARAMETERS
@@ -80,15 +77,17 @@ def parameters_of_request(request: ModelInferRequest) -> Mapping[str, Parameter]
 
 def priority_of(request: ModelInferRequest) -> int:
     """Return the request parameter `priority`; 0 if it is absent."""
-    given = request.parameters.get("priority")
-    return 0 if given is None else whole_number(given, "parameter 'priority'", "the priority as an int64")
+    return _whole_parameter(request, PRIORITY)
 
 
 def queue_timeout_s(request: ModelInferRequest) -> float | None:
     """Return the request parameter `timeout`, in seconds; None if it is absent or 0."""
-    given = request.parameters.get("timeout")
-    microseconds = 0 if given is None else whole_number(given, "parameter 'timeout'", "microseconds as an int64")
-    return microseconds / 1e6 if microseconds else None
+    return _whole_parameter(request, TIMEOUT) / 1e6 or None
+
+
+def _whole_parameter(request: ModelInferRequest, name: str) -> int:
+    given = request.parameters.get(name)
+    return 0 if given is None else whole_number(given, f"parameter {name!r}", REQUEST_PARAMETERS[name].values)
 
 
 def decode_inputs(

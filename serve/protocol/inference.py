@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.protos.request_parameters import EMPTY_FINAL
 from halfserve.serve.engine.errors import (
     BackendError,
     InferenceError,
@@ -18,13 +19,11 @@ from halfserve.serve.engine.errors import (
     is_out_of_memory,
 )
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.engine.model import Model, Scheduler
-from halfserve.serve.engine.requests import Answer, InferRequest, Parameter, RawInputs, RawLayout
-from halfserve.serve.engine.tensors import Tensors
-from halfserve.serve.observability.observability import Observer
-from halfserve.serve.observability.observed_request import Caller, ObservedRequest
+from halfserve.serve.engine.requests import Answer, InferRequest, Parameter
+from halfserve.serve.engine.tensors import RawInputs, RawLayout, Tensors
+from halfserve.serve.observability.inference_record import Caller, InferenceRecord
+from halfserve.serve.observability.observer import Observer
 from halfserve.serve.protocol.codec import (
-    EMPTY_FINAL,
     decode_inputs,
     input_slices,
     parameters_of_request,
@@ -45,13 +44,6 @@ Reply = Callable[[bytes | InferenceError], None]
 Cancel = Callable[[], None]
 
 
-class Watch(Protocol):
-    """An observer of one request."""
-
-    def taken(self, model: Model, request_id: bytes, request: InferRequest) -> None:
-        """The request is valid and about to be queued."""
-
-
 class ManyReplies(Protocol):
     """A client that takes any number of responses to one request."""
 
@@ -67,17 +59,11 @@ class ManyReplies(Protocol):
 
 # Forwards a request for a model that is not served here, see `Inference.infer`; returns None if no other server has the model.
 ForwardRequest = Callable[[bytes, float | None, Reply, ManyReplies | None], Cancel | None]
-
-
-class OutcomeListener(Protocol):
-    """Records requests without a response."""
-
-    def failed(self, data: bytes, error: Exception) -> None: ...  # a request has ended with an error
-    def gone(self, data: bytes) -> None: ...  # the client of a request has disconnected
+NO_CALLER: Final = Caller("", {})
 
 
 class InferenceEntry(Protocol):
-    """Takes serialized requests."""
+    """The entry for the requests of one caller as transports see it: `Inference`, or a wrapper of it."""
 
     def infer(
         self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, *, many: ManyReplies | None = None
@@ -85,25 +71,8 @@ class InferenceEntry(Protocol):
         """See `Inference.infer`."""
         ...
 
-
-class AnyInference(InferenceEntry, OutcomeListener, Protocol):
-    """The entry for requests as transports see it: `Inference`, or a wrapper of it."""
-
-
-class WatchableInference(AnyInference, Protocol):
-    """An entry that reports each request before it is queued."""
-
-    def infer(
-        self,
-        data: bytes | memoryview,
-        time_left_s: float | None,
-        reply: Reply,
-        watch: Watch | None = None,
-        *,
-        many: ManyReplies | None = None,
-    ) -> Cancel:
-        """See `Inference.infer`."""
-        ...
+    def failed(self, data: bytes, error: Exception) -> None: ...  # a request has ended with an error
+    def gone(self, data: bytes) -> None: ...  # the client of a request has disconnected
 
 
 class Inference:
@@ -113,14 +82,19 @@ class Inference:
         self,
         core: InferenceCore,
         memory: SharedMemory,
+        observer: Observer,
         cache: RequestCache | None = None,
         forward: ForwardRequest | None = None,
-        client: Callable[[], str] | None = None,
+        caller: Caller = NO_CALLER,
+        added: bytes = b"",
     ) -> None:
-        self._client = client
+        """Make an entry; `observer` counts its requests, which come from `caller`. See `for_caller` for `added`."""
         self._core = core
-        self._memory = memory
+        self.memory = memory
+        self.observer = observer
         self._forward = forward
+        self._caller = caller
+        self._added = added
         if cache is None:
             cache = RequestCache()
             core.on_change(cache.forget)
@@ -128,20 +102,17 @@ class Inference:
 
     def with_forwarding(self, forward: ForwardRequest) -> Inference:
         """Return an entry that shares the request cache, and forwards requests for models that other servers have."""
-        return Inference(self._core, self._memory, self._cache, forward, self._client)
+        return Inference(self._core, self.memory, self.observer, self._cache, forward, self._caller, self._added)
 
-    def for_client(self, client: Callable[[], str]) -> Inference:
-        """Return an entry for the requests of one client, which `client` names, so that clients share threads fairly."""
-        return Inference(self._core, self._memory, self._cache, self._forward, client)
+    def for_caller(self, caller: Caller, added: bytes = b"") -> Inference:
+        """Return an entry for the requests of one caller, so that they are logged as its own.
+
+        `added`: a serialized ModelInferRequest with parameters that each request gets, in place of its own of the same names.
+        """
+        return Inference(self._core, self.memory, self.observer, self._cache, self._forward, caller, added)
 
     def infer(
-        self,
-        data: bytes | memoryview,
-        time_left_s: float | None,
-        reply: Reply,
-        watch: Watch | None = None,
-        *,
-        many: ManyReplies | None = None,
+        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, *, many: ManyReplies | None = None
     ) -> Cancel:
         """Check a request and queue it; `reply` is called once, later, on the event loop.
 
@@ -149,7 +120,6 @@ class Inference:
             data: a serialized ModelInferRequest; a view must not change any more.
             time_left_s: seconds until the client's deadline; None without one.
             reply: gets the serialized ModelInferResponse, or the error.
-            watch: is called before the request is queued.
             many: takes the responses of a decoupled model; None for a client that takes a single response.
 
         Returns:
@@ -158,6 +128,9 @@ class Inference:
         Raises:
             InferenceError: the request is wrong or refused; `reply` is not called.
         """
+        request_bytes = len(data)
+        if self._added:
+            data = b"".join((data, self._added))  # protobuf merges concatenated messages
         pattern = self._cache.match(data)
         try:
             request_id = b""
@@ -178,33 +151,32 @@ class Inference:
             self._core.figures.refuse(error)
             raise
         turn = cached.turn
-        use: RegionUse | None = None
-        if cached.slices:
-            use = RegionUse(self._memory, cached.slices)
-            reply = _Releasing(use, reply)
-        answering = _Answering(self, cached, request_id, self._memory.latest, reply)
+        record = _PendingInference(self, self._caller, cached, request_id, request_bytes, reply)
         queued = InferRequest(
             inputs,
             cached.outputs,
             cached.rows,
             cached.bucket,
             None if time_left_s is None else _deadline(time_left_s),
-            answering,
+            record,
             turn.level,
             None if turn.delay_after_s is None else _deadline(turn.delay_after_s),
             None if turn.drop_after_s is None else _deadline(turn.drop_after_s),
             len(data) + cached.shared_bytes,
-            None,
+            record.arrived_ns,
             request_id,
             parameters,
         )
         if many is not None and cached.model.is_decoupled:
             many.begin(wants_empty_final=bool(cached.parameters.get(EMPTY_FINAL)))
-            queued.respond = _Responding(self, cached, request_id, many)
-        if watch is not None:
-            watch.taken(cached.model, request_id, queued)
-        self._core.submit(cached.model, queued)
-        return _Cancellation(cached.model.scheduler, queued, answering, use)
+            record.many = many
+            queued.respond = record.respond
+        observer = self.observer
+        observer.until -= 1
+        if observer.until <= 0 or (observer.tracer is not None and self._caller.parent is not None):
+            observer.select(record)
+        record.submit(self._core, queued)
+        return record.cancel
 
     def _forwarded(
         self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, many: ManyReplies | None, error: InferenceError
@@ -215,10 +187,20 @@ class Inference:
         return self._forward(bytes(data), time_left_s, reply, many)
 
     def failed(self, data: bytes, error: Exception) -> None:
-        """Do nothing: only observed inference records failures."""
+        """Log a request that has ended with an error."""
+        if self.observer.log is not None:
+            self.observer.failed(self._caller, _asked(data), len(data), error)
 
     def gone(self, data: bytes) -> None:
-        """Do nothing: only observed inference records cancellations."""
+        """Log a request whose client has disconnected."""
+        if self.observer.log is not None:
+            self.observer.failed(self._caller, _asked(data), len(data), None)
+
+    def refused(self, model: str, version: str, error: InferenceError | None) -> None:
+        """Count and log a request that has ended before its message was known; None: its client has disconnected."""
+        if error is not None:
+            self._core.figures.refuse(error)
+        self.observer.failed(self._caller, (model, version, ""), 0, error)
 
     def _understand(self, data: bytes) -> tuple[CachedRequest, bytes, Tensors, Mapping[str, Parameter]]:
         check_fields(data)
@@ -242,14 +224,14 @@ class Inference:
             return RawInputs(layout, data, offsets)
         binding = cached.binding
         if not binding.is_bound:
-            self._memory.bind(binding, cached.slices, layout.inputs, cached.input_slices)
+            self.memory.bind(binding, cached.slices, layout.inputs, cached.input_slices)
         return RawInputs(layout, data, offsets, binding.outside)
 
     def _checked(self, request: ModelInferRequest, data: bytes) -> tuple[CachedRequest, Tensors]:
         model = self._core.model(request.model_name, request.model_version)
-        decoded = decode_inputs(request, model, self._memory, data, self._client)
+        decoded = decode_inputs(request, model, self.memory, data, self._caller.client)
         outputs = requested_names(request, model)
-        special = special_outputs(request, model, self._memory)
+        special = special_outputs(request, model, self.memory)
         of_inputs = input_slices(request)
         places = [place for place in (*of_inputs, *(wanted.place for wanted in special.values())) if place is not None]
         cached = CachedRequest(
@@ -277,7 +259,7 @@ class Inference:
         if isinstance(result, InferenceError):
             return result
         try:
-            return cached.responses.response(request_id, result, self._memory, since)
+            return cached.responses.response(request_id, result, self.memory, since)
         except InferenceError as error:
             return error
         except Exception as error:
@@ -290,94 +272,96 @@ class Inference:
             return BackendError(f"model {name!r} answered what its interface does not declare: {type(error).__name__}")
 
 
-class _Answering:
-    """Serializes the response once the outputs are there, on a thread if that takes long.
+class _PendingInference(InferenceRecord):
+    """The record of a request that this server computes: it serializes the response, and frees all that the request holds.
 
-    A class, because making one is faster than `functools.partial`.
+    Serializing is left to a thread if it takes long.
     """
 
-    __slots__ = ("_cached", "_deferred", "_inference", "_reply", "_request_id", "_since")
+    __slots__ = ("_cached", "_deferred", "_inference", "_queued", "_reply", "_since", "_use", "many")
 
-    def __init__(self, inference: Inference, cached: CachedRequest, request_id: bytes, since: int, reply: Reply) -> None:
-        """`since`: see `SharedMemory.check`."""
+    def __init__(
+        self,
+        inference: Inference,
+        caller: Caller,
+        cached: CachedRequest,
+        request_id: bytes,
+        request_bytes: int,
+        reply: Reply,
+    ) -> None:
+        self.caller = caller
+        self.model = cached.model
+        self.request_id = request_id
+        self.rows = cached.rows
+        self.request_bytes = request_bytes
+        self.arrived_ns = time.monotonic_ns()
+        self.is_logged = False
+        self.trace = None
         self._inference = inference
         self._cached = cached
-        self._request_id = request_id
-        self._since = since
         self._reply = reply
+        memory = inference.memory
+        self._since = memory.latest  # see `SharedMemory.check`
+        # Keeps the request's regions registered.
+        self._use: RegionUse | None = RegionUse(memory, cached.slices) if cached.slices else None
+        self.many: ManyReplies | None = None  # takes the responses of a decoupled model
         self._deferred: DeferredResponse | None = None
+        self._queued: InferRequest | None = None
+
+    def submit(self, core: InferenceCore, queued: InferRequest) -> None:
+        """Queue the request.
+
+        Raises:
+            InferenceError: the request is refused.
+        """
+        self._queued = queued
+        try:
+            core.submit(self.model, queued)
+        except Exception as error:
+            self._end(error)
+            raise
+        if self._use is not None:
+            self._use.begin()
 
     def __call__(self, result: Tensors | InferenceError) -> None:
+        """Take the outputs or the error."""
         if type(result) is not Answer or result.batch.is_large or self._cached.takes_long:
-            deferred = self._deferred = self._inference.deferred(self._written, self._end)
+            deferred = self._deferred = self._inference.deferred(self._written, self._answered)
             deferred.done(result)
         else:
-            self._reply(self._written(result))
+            self._answered(self._written(result))
 
-    def gone(self) -> None:
-        """Drop the response."""
-        deferred, self._deferred = self._deferred, None
+    def respond(self, result: Tensors | InferenceError, final: bool, read: Callable[[], None]) -> None:
+        """Take the outputs of one response of a decoupled model, or its error."""
+        if self.many is not None:
+            self.many.response(self._written(result), final=final, read=read)
+
+    def cancel(self) -> None:
+        """Free the request's place in the queue, and drop its response."""
+        queued, deferred = self._queued, self._deferred
+        if queued is None:
+            return
         if deferred is not None:
             deferred.gone()
+        self._end(None)
+        self.model.scheduler.cancel(queued)
 
-    def _end(self, response: bytes | InferenceError) -> None:
-        self._deferred = None  # breaks a reference cycle
-        self._reply(response)
+    def _answered(self, response: bytes | InferenceError) -> None:
+        reply = self._reply
+        self._end(response)
+        reply(response)
 
-    def _written(self, result: Tensors | InferenceError) -> bytes | InferenceError:
-        return self._inference.response(self._cached, self._request_id, self._since, result)
-
-
-class _Responding:
-    """Serializes each response of a decoupled model."""
-
-    __slots__ = ("_cached", "_inference", "_many", "_request_id")
-
-    def __init__(self, inference: Inference, cached: CachedRequest, request_id: bytes, many: ManyReplies) -> None:
-        self._inference = inference
-        self._cached = cached
-        self._request_id = request_id
-        self._many = many
-
-    def __call__(self, result: Tensors | InferenceError, final: bool, read: Callable[[], None]) -> None:
-        self._many.response(self._inference.response(self._cached, self._request_id, 0, result), final=final, read=read)
-
-
-class _Releasing:
-    """Allows the regions of a request to be unregistered once it is answered."""
-
-    __slots__ = ("_reply", "_use")
-
-    def __init__(self, use: RegionUse, reply: Reply) -> None:
-        self._use = use
-        self._reply = reply
-
-    def __call__(self, response: bytes | InferenceError) -> None:
-        self._use.end()
-        self._reply(response)
-
-
-class _Cancellation:
-    """Frees a request's place in the queue, drops its response, and allows its regions to be unregistered.
-
-    Made once the request is queued; from then on its regions are in use.
-    """
-
-    __slots__ = ("_answering", "_request", "_scheduler", "_use")
-
-    def __init__(self, scheduler: Scheduler, request: InferRequest, answering: _Answering, use: RegionUse | None) -> None:
-        self._scheduler = scheduler
-        self._request = request
-        self._answering = answering
-        self._use = use
-        if use is not None:
-            use.begin()
-
-    def __call__(self) -> None:
-        self._answering.gone()
+    def _end(self, result: bytes | Exception | None) -> None:
+        """Record the end, and drop all references that lead back here, so that no request waits for the garbage collector."""
         if self._use is not None:
             self._use.end()
-        self._scheduler.cancel(self._request)
+        if self.is_logged or self.trace is not None:
+            self._inference.observer.ended(self, result)
+        self._queued = self._deferred = None
+        self._reply = _discard
+
+    def _written(self, result: Tensors | InferenceError) -> bytes | InferenceError:
+        return self._inference.response(self._cached, self.request_id, self._since, result)
 
 
 def _deadline(seconds: float) -> float:
@@ -385,70 +369,8 @@ def _deadline(seconds: float) -> float:
     return time.monotonic() + seconds
 
 
-class ObservedInference:
-    """Entry for the calls with one list of headers on one connection: counts requests and selects those to observe."""
-
-    __slots__ = ("_caller", "_inference", "_observer", "has_parent")
-
-    def __init__(
-        self,
-        inference: WatchableInference,
-        observer: Observer,
-        peer: str,
-        headers: Mapping[bytes, bytes],
-        token: str = "",
-        *,
-        is_rest: bool = False,
-    ) -> None:
-        """`headers`: of the calls, with names in lower case; `token`: the name of the token's holder; `is_rest`: whether the
-        calls came over REST.
-        """
-        self._inference = inference
-        self._observer = observer
-        self._caller = Caller(peer, headers, token, is_rest=is_rest)
-        self.has_parent = self._caller.parent is not None  # whether the client sent a trace context
-
-    def infer(
-        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, *, many: ManyReplies | None = None
-    ) -> Cancel:
-        observer = self._observer
-        observer.until -= 1
-        if observer.until and (observer.tracer is None or not self.has_parent):
-            return self._inference.infer(data, time_left_s, reply, many=many)
-        return self.chosen().infer(data, time_left_s, reply, many=many)
-
-    def chosen(self) -> ChosenInference:
-        """The entry for one counted request that may be observed."""
-        chosen = ChosenInference(self._inference, self._observer, self._caller)
-        self._observer.choose(chosen)
-        return chosen
-
-    def failed(self, data: bytes, error: Exception) -> None:
-        self._observer.failed(self._caller, _asked(data), len(data), error)
-
-    def gone(self, data: bytes) -> None:
-        self._observer.failed(self._caller, _asked(data), len(data), None)
-
-
-class ChosenInference(ObservedRequest):
-    """Entry for one observed request."""
-
-    __slots__ = ("_inference",)
-
-    def __init__(self, inference: WatchableInference, observer: Observer, caller: Caller) -> None:
-        super().__init__(observer, caller)
-        self._inference = inference
-
-    def infer(
-        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, *, many: ManyReplies | None = None
-    ) -> Cancel:
-        self.expect(len(data), reply)
-        try:
-            self.cancel = self._inference.infer(data, time_left_s, self.answered, self, many=many)
-        except Exception as error:
-            self.refused(error)
-            raise
-        return self.gone
+def _discard(_: bytes | InferenceError) -> None:
+    """Do nothing: the reply of a request that has ended."""
 
 
 def _asked(data: bytes) -> tuple[str, str, str]:

@@ -13,7 +13,7 @@ from functools import partial
 from halfserve.files.varint import encoded_varint
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.protocol.inference import AnyInference, Cancel
+from halfserve.serve.protocol.inference import Cancel, InferenceEntry
 from halfserve.serve.protocol.messages import check_fields, parse, split_request
 from halfserve.serve.protocol.status import status_of
 
@@ -71,7 +71,7 @@ class InferenceStream:
 
     def __init__(
         self,
-        inference: AnyInference,
+        inference: InferenceEntry,
         send: Callable[[bytes], None],
         when_read: Callable[[Callable[[], None]], None],
         ended: Callable[[], None] | None = None,

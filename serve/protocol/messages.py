@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError, Message
 
 from halfserve.files.varint import encoded_varint
 from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest
+from halfserve.protos.request_parameters import SEQUENCE_ID
 from halfserve.serve.engine.errors import InvalidArgumentError, MessageTooLargeError
 from halfserve.serve.engine.requests import Parameter
 from halfserve.serve.protocol.large_bytes import join_unlocked
@@ -33,7 +34,7 @@ REQUEST_RAW: Final = 7 << 3 | WITH_LENGTH
 REQUEST_PARAMETER: Final = 4 << 3 | WITH_LENGTH
 # First bytes of the parameter with a sequence's id: the key of the map's entry, and the tag of its value, whose length is 1
 # byte.
-SEQUENCE_ID_ENTRY: Final = b"\x0a\x0bsequence_id\x12"
+SEQUENCE_ID_ENTRY: Final = b"\x0a%c%b\x12" % (len(SEQUENCE_ID), SEQUENCE_ID.encode())
 INT64_ID: Final = 2 << 3 | NUMBER
 STRING_ID: Final = 3 << 3 | WITH_LENGTH
 RESPONSE_ID: Final = b"\x1a"

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from halfserve.protos.inference_pb2 import ModelInferResponse
+from halfserve.protos.request_parameters import SEQUENCE_ID
 from halfserve.serve.engine.config.batching import Turn
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import Answer, Parameter, RawLayout, RemarkedAnswer
-from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.engine.requests import Answer, Parameter, RemarkedAnswer
+from halfserve.serve.engine.tensors import RawLayout, Tensors
 from halfserve.serve.protocol.classification import classify
 from halfserve.serve.protocol.codec import BYTES, RequestedOutput
 from halfserve.serve.protocol.large_bytes import join_unlocked
@@ -27,7 +28,6 @@ MAX_CACHED: Final = 1024
 MAX_SKELETON_BYTES: Final = 4096
 MAX_PATTERNS_OF_A_LENGTH: Final = 4
 MAX_SHAPES: Final = 64  # most output shapes with a template per cached request; a template has some hundred bytes
-SEQUENCE_ID: Final = "sequence_id"  # name of the parameter
 
 
 @dataclass(frozen=True, eq=False)

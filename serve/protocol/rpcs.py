@@ -1,41 +1,50 @@
-"""RPCs other than inference: health, model repository, shared memory, settings, metadata, reflection."""
+"""Methods of the RPCs other than inference: health, metadata, model repository, shared memory, settings, reflection.
+
+A method must use the server of its call, which may be restricted to some models.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Iterable
+from importlib import import_module
+from typing import Any
 
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection, reflection_pb2
+from grpc_reflection.v1alpha import reflection as reflection_service
+from grpc_reflection.v1alpha import reflection_pb2
 
 from halfserve.protos import inference_pb2, model_config_pb2
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.engine.errors import InvalidArgumentError, NotFoundError, UnsupportedError
+from halfserve.serve.engine.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError, UnsupportedError
+from halfserve.serve.engine.hidden_steps import without_steps
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionState
 from halfserve.serve.engine.model_statistics import Duration
 from halfserve.serve.engine.tensors import TensorSpec
 from halfserve.serve.observability.log_settings import Value
-from halfserve.serve.observability.observability import Observability
 from halfserve.serve.observability.observe_options import file_of, is_tritons
-from halfserve.serve.protocol.shared_memory import SharedMemory
-from halfserve.serve.protocol.shared_memory_regions import CudaRegion, SystemRegion
+from halfserve.serve.protocol.rpc import Method, RpcCall, ServerView
+from halfserve.serve.protocol.shared_memory_regions import CudaRegion, SystemRegion, has_cuda
 
 HealthResponse = health_pb2.HealthCheckResponse
+ReflectionRequest = reflection_pb2.ServerReflectionRequest
 RECHECK_S = 1.0
-M = TypeVar("M", bound=Message)
-Answer = Callable[[AsyncIterator[Any]], AsyncIterator[Message]]
+SERVER_NAME = "halfserve"
+# Names of the protocol extensions, as Triton spells them.
+EXTENSIONS = (
+    *("binary_tensor_data", "classification", "logging", "model_configuration", "model_repository"),
+    *("model_repository(unload_dependents)", "parameters", "schedule_policy", "sequence", "statistics", "trace"),
+)
+SYSTEM_MEMORY, DEVICE_MEMORY = "system_shared_memory", "cuda_shared_memory"
+FOR_ALL = "the token is for some models only, and this setting holds for all of them; ask who runs the server to change it"
 FILE_PREFIX = "file:"
 MAX_SETTINGS = 64  # most settings of one request, more than exist
 TensorMetadata = pb.ModelMetadataResponse.TensorMetadata
-# v1 has v1alpha's messages under another package name; newer tools ask for it first.
-VERSIONS = ("v1", "v1alpha")
 
 
 class Health:
@@ -46,31 +55,30 @@ class Health:
     WATCH_PATH = f"/{SERVICE}/Watch"
     request = health_pb2.HealthCheckRequest
 
-    def __init__(self, core: InferenceCore, inference_service: str) -> None:
-        self._core = core
+    def __init__(self, inference_service: str) -> None:
         self._overall = {"", inference_service}
 
-    def check(self, request: health_pb2.HealthCheckRequest) -> Message:
+    async def check(self, request: health_pb2.HealthCheckRequest, call: RpcCall) -> Message:
         """Return the current status.
 
         Raises:
             NotFoundError: neither a service nor a model has this name.
         """
-        status = self._status(request.service)
+        status = self._status(request.service, call.server.core)
         if status == HealthResponse.SERVICE_UNKNOWN:
             raise NotFoundError(f"{request.service!r} is neither a service nor a model here; '' asks for the server as a whole")
         return HealthResponse(status=status)  # type: ignore[no-any-return]  # grpc_health ships no types
 
-    async def watch(self, requests: AsyncIterator[health_pb2.HealthCheckRequest]) -> AsyncIterator[Message]:
-        """Yield the current status, and then each change."""
+    async def watch(self, requests: AsyncIterator[health_pb2.HealthCheckRequest], call: RpcCall) -> None:
+        """Send the current status, and then each change."""
         async for request in requests:
             sent: int | None = None
             while True:
-                changed = self._core.changed
-                status = self._status(request.service)
+                changed = call.server.core.changed
+                status = self._status(request.service, call.server.core)
                 if status != sent:
                     sent = status
-                    yield HealthResponse(status=status)
+                    await call.send(HealthResponse(status=status))
                 # Broken instances and the precision guard do not signal changes, so that watchers poll too. The jitter keeps
                 # many watchers from delaying requests at once.
                 with contextlib.suppress(TimeoutError):
@@ -78,97 +86,135 @@ class Health:
                         await changed.wait()
         raise InvalidArgumentError("Watch got no request; expected one HealthCheckRequest")
 
-    def _status(self, service: str) -> int:
+    def _status(self, service: str, core: InferenceCore) -> int:
         if service in self._overall:
-            return int(HealthResponse.SERVING if self._core.is_ready else HealthResponse.NOT_SERVING)
-        if not self._core.knows(service):
+            return int(HealthResponse.SERVING if core.is_ready else HealthResponse.NOT_SERVING)
+        if not core.knows(service):
             return int(HealthResponse.SERVICE_UNKNOWN)
-        return int(HealthResponse.SERVING if self._core.is_model_ready(service) else HealthResponse.NOT_SERVING)
+        return int(HealthResponse.SERVING if core.is_model_ready(service) else HealthResponse.NOT_SERVING)
 
 
-class RepositoryRpcs:
-    """RepositoryIndex, RepositoryModelLoad and RepositoryModelUnload.
+async def server_live(_: pb.ServerLiveRequest, _call: RpcCall) -> pb.ServerLiveResponse:
+    return pb.ServerLiveResponse(live=True)
 
-    Loading takes long, so these unary methods are implemented as streams of one message each way, which is equal on the wire.
+
+async def server_ready(_: pb.ServerReadyRequest, call: RpcCall) -> pb.ServerReadyResponse:
+    """Answer whether requests are accepted; false while the server drains."""
+    return pb.ServerReadyResponse(ready=call.server.core.is_ready)
+
+
+async def model_ready(request: pb.ModelReadyRequest, call: RpcCall) -> pb.ModelReadyResponse:
+    """Answer whether the model takes requests: false while it loads for the first time, after a failed load, and for unknown
+    models, as in Triton.
     """
-
-    def __init__(self, core: InferenceCore) -> None:
-        self._core = core
-
-    def methods(self) -> dict[str, tuple[type[Message], Answer]]:
-        """Return method name -> (request class, handler)."""
-        return {
-            "RepositoryIndex": (pb.RepositoryIndexRequest, one_message(self.index)),
-            "RepositoryModelLoad": (pb.RepositoryModelLoadRequest, one_message(self.load)),
-            "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, one_message(self.unload)),
-        }
-
-    async def index(self, request: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
-        """List every model version with its state and reason; with `ready`, ready versions only."""
-        _require_no_repository(request.repository_name)
-        await self._core.refresh()
-        served = {(model.name, str(model.version)): model.properties for model in self._core.models()}
-        entries = [
-            pb.RepositoryIndexResponse.ModelIndex(
-                name=s.name,
-                version=s.version,
-                state=s.state.value,
-                reason=s.reason,
-                properties=served.get((s.name, s.version)),
-            )
-            for s in self._core.index()
-            if s.state is VersionState.READY or not request.ready
-        ]
-        return pb.RepositoryIndexResponse(models=entries)
-
-    async def load(self, request: pb.RepositoryModelLoadRequest) -> pb.RepositoryModelLoadResponse:
-        """Load or reload a model; answers once it serves.
-
-        The request's parameters: "config", a ModelConfig as JSON; "file:<path in the model folder>", the content of a file.
-        """
-        _require_no_repository(request.repository_name)
-        config: str | None = None
-        files: dict[str, bytes] = {}
-        for name, parameter in request.parameters.items():
-            if name == "config":
-                config = _value(name, parameter, "string_param")
-            elif name.startswith(FILE_PREFIX):
-                files[name.removeprefix(FILE_PREFIX)] = _value(name, parameter, "bytes_param")
-            else:
-                raise InvalidArgumentError(f"parameter {name!r} is not known; expected 'config' or 'file:<path>'")
-        await self._core.load(request.model_name, config, files)
-        return pb.RepositoryModelLoadResponse()
-
-    async def unload(self, request: pb.RepositoryModelUnloadRequest) -> pb.RepositoryModelUnloadResponse:
-        """Unload a model; answers once its accepted requests are answered.
-
-        The request's parameter "unload_dependents": with an ensemble, also unload the models that were loaded for its steps
-        only.
-        """
-        _require_no_repository(request.repository_name)
-        dependents = False
-        for name, parameter in request.parameters.items():
-            if name != "unload_dependents":
-                raise InvalidArgumentError(f"parameter {name!r} is not known; expected 'unload_dependents'")
-            dependents = _value(name, parameter, "bool_param")
-        await self._core.unload(request.model_name, dependents=dependents)
-        return pb.RepositoryModelUnloadResponse()
+    try:
+        ready = call.server.core.is_model_ready(request.name, request.version)
+    except NotFoundError:
+        ready = False
+    return pb.ModelReadyResponse(ready=ready)
 
 
-def one_message(answer: Callable[[Any], Awaitable[M]]) -> Answer:
-    """Implement a unary method as a stream."""
+async def server_metadata(_: pb.ServerMetadataRequest, call: RpcCall) -> pb.ServerMetadataResponse:
+    """Answer the server's name, version and protocol extensions."""
+    extensions = [*EXTENSIONS]
+    if call.server.memory.enabled:
+        extensions += [SYSTEM_MEMORY, DEVICE_MEMORY] if has_cuda() else [SYSTEM_MEMORY]
+    return pb.ServerMetadataResponse(name=SERVER_NAME, version=call.server.server_version, extensions=extensions)
 
-    async def stream(requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
-        received: list[Any] = []
-        async for request in requests:  # until the client ends its side
-            if received:
-                raise InvalidArgumentError("a second message came, expected one; this method is no stream")
-            received.append(request)
-        if not received:
-            raise InvalidArgumentError("the call ended without a message, expected one")
-        yield await answer(received[0])
 
-    return stream
+async def model_metadata(request: pb.ModelMetadataRequest, call: RpcCall) -> pb.ModelMetadataResponse:
+    """Describe inputs and outputs with the batch dimension, and name every served version."""
+    core = call.server.core
+    model = core.model(request.name, request.version)
+    return pb.ModelMetadataResponse(
+        name=model.name,
+        versions=[str(m.version) for m in core.versions(request.name)],
+        platform=model.interface.kind.platform,
+        inputs=[_tensor(spec) for spec in model.interface.inputs],
+        outputs=[_tensor(spec) for spec in model.interface.outputs],
+        properties=model.properties,
+    )
+
+
+async def model_config(request: pb.ModelConfigRequest, call: RpcCall) -> pb.ModelConfigResponse:
+    """Answer the completed configuration."""
+    core = call.server.core
+    model = core.model(request.name, request.version)
+    return pb.ModelConfigResponse(config=without_steps(model.config) if core.hides_steps(model) else model.config)
+
+
+async def statistics(request: pb.ModelStatisticsRequest, call: RpcCall) -> pb.ModelStatisticsResponse:
+    """Answer the counters of one model version, of all versions of a model, or of all models."""
+    core = call.server.core
+    if not request.name:
+        models = core.models()
+    elif request.version:
+        models = [core.model(request.name, request.version)]
+    else:
+        models = core.versions(request.name)
+    return pb.ModelStatisticsResponse(model_stats=[model_statistics(model) for model in models])
+
+
+async def metrics(_: Message, call: RpcCall) -> tuple[bytes, str]:
+    """Return the metrics for Prometheus, and their content type."""
+    # Imported at the first scrape, so that no start waits for it, and on a thread, so that no request does.
+    module: Any = await asyncio.to_thread(import_module, "halfserve.serve.observability.exposition")
+    exposition: tuple[bytes, str] = await module.exposition(call.server.core)
+    return exposition
+
+
+async def repository_index(request: pb.RepositoryIndexRequest, call: RpcCall) -> pb.RepositoryIndexResponse:
+    """List every model version with its state and reason; with `ready`, ready versions only."""
+    _require_no_repository(request.repository_name)
+    core = call.server.core
+    await core.refresh()
+    served = {(model.name, str(model.version)): model.properties for model in core.models()}
+    entries = [
+        pb.RepositoryIndexResponse.ModelIndex(
+            name=s.name,
+            version=s.version,
+            state=s.state.value,
+            reason=s.reason,
+            properties=served.get((s.name, s.version)),
+        )
+        for s in core.index()
+        if s.state is VersionState.READY or not request.ready
+    ]
+    return pb.RepositoryIndexResponse(models=entries)
+
+
+async def load(request: pb.RepositoryModelLoadRequest, call: RpcCall) -> pb.RepositoryModelLoadResponse:
+    """Load or reload a model; answers once it serves.
+
+    The request's parameters: "config", a ModelConfig as JSON; "file:<path in the model folder>", the content of a file.
+    """
+    _require_no_repository(request.repository_name)
+    config: str | None = None
+    files: dict[str, bytes] = {}
+    for name, parameter in request.parameters.items():
+        if name == "config":
+            config = _value(name, parameter, "string_param")
+        elif name.startswith(FILE_PREFIX):
+            files[name.removeprefix(FILE_PREFIX)] = _value(name, parameter, "bytes_param")
+        else:
+            raise InvalidArgumentError(f"parameter {name!r} is not known; expected 'config' or 'file:<path>'")
+    await call.server.core.load(request.model_name, config, files)
+    return pb.RepositoryModelLoadResponse()
+
+
+async def unload(request: pb.RepositoryModelUnloadRequest, call: RpcCall) -> pb.RepositoryModelUnloadResponse:
+    """Unload a model; answers once its accepted requests are answered.
+
+    The request's parameter "unload_dependents": with an ensemble, also unload the models that were loaded for its steps only.
+    """
+    _require_no_repository(request.repository_name)
+    dependents = False
+    for name, parameter in request.parameters.items():
+        if name != "unload_dependents":
+            raise InvalidArgumentError(f"parameter {name!r} is not known; expected 'unload_dependents'")
+        dependents = _value(name, parameter, "bool_param")
+    await call.server.core.unload(request.model_name, dependents=dependents)
+    return pb.RepositoryModelUnloadResponse()
 
 
 def _value(name: str, parameter: pb.ModelRepositoryParameter, kind: str) -> Any:
@@ -183,97 +229,109 @@ def _require_no_repository(name: str) -> None:
         raise UnsupportedError(f"repository_name is {name!r}, expected ''; one repository is served here")
 
 
-class SharedMemoryRpcs:
-    def __init__(self, memory: SharedMemory) -> None:
-        self._memory = memory
-
-    def system_status(self, request: pb.SystemSharedMemoryStatusRequest) -> pb.SystemSharedMemoryStatusResponse:
-        response = pb.SystemSharedMemoryStatusResponse()
-        for region in self._memory.regions(request.name, SystemRegion):
-            status = response.regions[region.name]
-            status.name, status.key = region.name, region.key
-            status.offset, status.byte_size = region.offset, region.byte_size
-        return response
-
-    def system_register(self, request: pb.SystemSharedMemoryRegisterRequest) -> pb.SystemSharedMemoryRegisterResponse:
-        self._memory.register_system(request.name, request.key, request.offset, request.byte_size)
-        return pb.SystemSharedMemoryRegisterResponse()
-
-    def system_unregister(self, request: pb.SystemSharedMemoryUnregisterRequest) -> pb.SystemSharedMemoryUnregisterResponse:
-        self._memory.unregister(request.name, SystemRegion)
-        return pb.SystemSharedMemoryUnregisterResponse()
-
-    def cuda_status(self, request: pb.CudaSharedMemoryStatusRequest) -> pb.CudaSharedMemoryStatusResponse:
-        response = pb.CudaSharedMemoryStatusResponse()
-        for region in self._memory.regions(request.name, CudaRegion):
-            status = response.regions[region.name]
-            status.name, status.device_id, status.byte_size = region.name, region.device_id, region.byte_size
-        return response
-
-    def cuda_register(self, request: pb.CudaSharedMemoryRegisterRequest) -> pb.CudaSharedMemoryRegisterResponse:
-        self._memory.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
-        return pb.CudaSharedMemoryRegisterResponse()
-
-    def cuda_unregister(self, request: pb.CudaSharedMemoryUnregisterRequest) -> pb.CudaSharedMemoryUnregisterResponse:
-        self._memory.unregister(request.name, CudaRegion)
-        return pb.CudaSharedMemoryUnregisterResponse()
+async def system_status(request: pb.SystemSharedMemoryStatusRequest, call: RpcCall) -> pb.SystemSharedMemoryStatusResponse:
+    response = pb.SystemSharedMemoryStatusResponse()
+    for region in call.server.memory.regions(request.name, SystemRegion):
+        status = response.regions[region.name]
+        status.name, status.key = region.name, region.key
+        status.offset, status.byte_size = region.offset, region.byte_size
+    return response
 
 
-class SettingsRpcs:
-    """TraceSetting and LogSettings: without changes they return the current settings."""
+async def system_register(
+    request: pb.SystemSharedMemoryRegisterRequest, call: RpcCall
+) -> pb.SystemSharedMemoryRegisterResponse:
+    call.server.memory.register_system(request.name, request.key, request.offset, request.byte_size)
+    return pb.SystemSharedMemoryRegisterResponse()
 
-    def __init__(self, core: InferenceCore, observability: Observability, *, shows_file: bool) -> None:
-        """`shows_file`: the callers may change the settings of the whole server, so that a file in Triton's format is named to
-        them, as scripts expect of Triton. All others read "file" in its place, as a path tells about the machine.
-        """
-        self._core = core
-        self._observability = observability
-        self._shows_file = shows_file
 
-    def trace_setting(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
-        """Change settings if there are any, and return those of a model, or the global ones, which models without own settings
-        follow.
+async def system_unregister(
+    request: pb.SystemSharedMemoryUnregisterRequest, call: RpcCall
+) -> pb.SystemSharedMemoryUnregisterResponse:
+    call.server.memory.unregister(request.name, SystemRegion)
+    return pb.SystemSharedMemoryUnregisterResponse()
 
-        Raises:
-            NotFoundError: there is no such model.
-            InvalidArgumentError: there is no such setting or value; nothing has been changed.
-            FailedPreconditionError: traces have no destination.
-        """
-        _check_count(len(request.settings))
-        if request.model_name:
-            self._core.versions(request.model_name)
-        changes = {name: list(setting.value) for name, setting in request.settings.items()}
-        self._observability.update_traces(request.model_name, changes)
-        to = self._observability.trace_to
-        values = self._observability.traces.of(request.model_name).as_values()
-        file, mode = file_of(to), "triton" if is_tritons(to) else "opentelemetry"
-        if file and not (is_tritons(to) and self._shows_file):
-            file = "file"
-        values |= {"trace_mode": [mode], "trace_file": [file or to]}
-        response = pb.TraceSettingResponse()
-        for name, value in values.items():
-            response.settings[name].value.extend(value)
-        return response
 
-    def log_settings(self, request: pb.LogSettingsRequest) -> pb.LogSettingsResponse:
-        """Return the log settings after the changes; see `LogSettings.shown`.
+async def cuda_status(request: pb.CudaSharedMemoryStatusRequest, call: RpcCall) -> pb.CudaSharedMemoryStatusResponse:
+    response = pb.CudaSharedMemoryStatusResponse()
+    for region in call.server.memory.regions(request.name, CudaRegion):
+        status = response.regions[region.name]
+        status.name, status.device_id, status.byte_size = region.name, region.device_id, region.byte_size
+    return response
 
-        Raises:
-            InvalidArgumentError: there is no such setting or value; nothing has been changed.
-        """
-        _check_count(len(request.settings))
-        changes = {name: _given(name, setting) for name, setting in request.settings.items()}
-        self._observability.update_logs(changes)
-        response = pb.LogSettingsResponse()
-        for name, value in self._observability.logs.shown(changes).items():
-            setting = response.settings[name]
-            if isinstance(value, bool):
-                setting.bool_param = value
-            elif isinstance(value, int):
-                setting.uint32_param = value
-            else:
-                setting.string_param = value
-        return response
+
+async def cuda_register(request: pb.CudaSharedMemoryRegisterRequest, call: RpcCall) -> pb.CudaSharedMemoryRegisterResponse:
+    call.server.memory.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
+    return pb.CudaSharedMemoryRegisterResponse()
+
+
+async def cuda_unregister(
+    request: pb.CudaSharedMemoryUnregisterRequest, call: RpcCall
+) -> pb.CudaSharedMemoryUnregisterResponse:
+    call.server.memory.unregister(request.name, CudaRegion)
+    return pb.CudaSharedMemoryUnregisterResponse()
+
+
+async def trace_setting(request: pb.TraceSettingRequest, call: RpcCall) -> pb.TraceSettingResponse:
+    """Change settings if there are any, and return those of a model, or the global ones, which models without own settings
+    follow.
+
+    A file in Triton's format is named only to callers that may change the settings of the whole server, as scripts expect of
+    Triton. All others read "file" in its place, as a path tells about the machine.
+
+    Raises:
+        NotFoundError: there is no such model.
+        PermissionDeniedError: the caller, who may use some models only, would change global settings.
+        InvalidArgumentError: there is no such setting or value; nothing has been changed.
+        FailedPreconditionError: traces have no destination.
+    """
+    server, observability = call.server, call.server.observability
+    if not request.model_name:
+        _check_may_change(server, len(request.settings))
+    _check_count(len(request.settings))
+    if request.model_name:
+        server.core.versions(request.model_name)
+    changes = {name: list(setting.value) for name, setting in request.settings.items()}
+    observability.update_traces(request.model_name, changes)
+    to = observability.trace_to
+    values = observability.traces.of(request.model_name).as_values()
+    file, mode = file_of(to), "triton" if is_tritons(to) else "opentelemetry"
+    if file and not (is_tritons(to) and server.is_whole):
+        file = "file"
+    values |= {"trace_mode": [mode], "trace_file": [file or to]}
+    response = pb.TraceSettingResponse()
+    for name, value in values.items():
+        response.settings[name].value.extend(value)
+    return response
+
+
+async def log_settings(request: pb.LogSettingsRequest, call: RpcCall) -> pb.LogSettingsResponse:
+    """Return the log settings after the changes; see `LogSettings.shown`. Without changes they are the current settings.
+
+    Raises:
+        PermissionDeniedError: the caller, who may use some models only, would change them.
+        InvalidArgumentError: there is no such setting or value; nothing has been changed.
+    """
+    observability = call.server.observability
+    _check_may_change(call.server, len(request.settings))
+    _check_count(len(request.settings))
+    changes = {name: _given(name, setting) for name, setting in request.settings.items()}
+    observability.update_logs(changes)
+    response = pb.LogSettingsResponse()
+    for name, value in observability.logs.shown(changes).items():
+        setting = response.settings[name]
+        if isinstance(value, bool):
+            setting.bool_param = value
+        elif isinstance(value, int):
+            setting.uint32_param = value
+        else:
+            setting.string_param = value
+    return response
+
+
+def _check_may_change(server: ServerView, count: int) -> None:
+    if count and not server.is_whole:
+        raise PermissionDeniedError(FOR_ALL)
 
 
 def _check_count(count: int) -> None:
@@ -288,18 +346,6 @@ def _given(name: str, setting: pb.LogSettingsRequest.SettingValue) -> Value:
         raise InvalidArgumentError(f"{name} has no value, expected a bool, a number or a text")
     value: Value = getattr(setting, kind)
     return value
-
-
-def model_metadata(model: Model, versions: Iterable[Model]) -> pb.ModelMetadataResponse:
-    """Describe inputs and outputs with the batch dimension, and name every served version."""
-    return pb.ModelMetadataResponse(
-        name=model.name,
-        versions=[str(m.version) for m in versions],
-        platform=model.interface.kind.platform,
-        inputs=[_tensor(spec) for spec in model.interface.inputs],
-        outputs=[_tensor(spec) for spec in model.interface.outputs],
-        properties=model.properties,
-    )
 
 
 def model_statistics(model: Model) -> pb.ModelStatistics:
@@ -341,16 +387,15 @@ def _duration(duration: Duration) -> pb.StatisticDuration:
     return pb.StatisticDuration(count=duration.count, ns=duration.ns)
 
 
-def reflection_methods(services: Iterable[str]) -> dict[str, tuple[type[Message], Answer]]:
-    """Return the methods of server reflection, for grpcurl and similar tools.
-
-    Returns:
-        Method path -> (request class, handler) for every version of the service.
-    """
+def reflection(services: Iterable[str]) -> Method:
+    """Return the method of server reflection, for grpcurl and similar tools, which describes these services and itself."""
     pool = DescriptorPool()
     for file in (model_config_pb2, inference_pb2, health_pb2, reflection_pb2):
         pool.AddSerializedFile(file.DESCRIPTOR.serialized_pb)
-    servicer = reflection.aio.ReflectionServicer([*services, reflection.SERVICE_NAME], pool=pool)
-    answer: Any = partial(servicer.ServerReflectionInfo, unused_context=None)
-    paths = [f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo" for version in VERSIONS]
-    return dict.fromkeys(paths, (reflection_pb2.ServerReflectionRequest, answer))
+    servicer = reflection_service.aio.ReflectionServicer([*services, reflection_service.SERVICE_NAME], pool=pool)
+
+    async def reflect(requests: AsyncIterator[Any], call: RpcCall) -> None:
+        async for answer in servicer.ServerReflectionInfo(requests, None):
+            await call.send(answer)
+
+    return reflect

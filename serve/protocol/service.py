@@ -1,88 +1,84 @@
-"""The RPCs of GRPCInferenceService as functions from message to message, independent of the transport.
+"""What one server serves: its RPCs by path, and the entry for inference requests, independent of the transport.
 
-A transport looks methods up in `Service.unary` and `Service.streams`, hands inference to `Service.inference` as bytes, and maps
-an InferenceError to a status with protocol/status.py.
+A transport looks RPCs up in `Service.rpcs`, hands inference to `Service.inference_of` as bytes, and maps an InferenceError to a
+status with protocol/status.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from functools import cache
 
-from google.protobuf.message import Message
+from google.protobuf import empty_pb2
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.engine.errors import NotFoundError, PermissionDeniedError
-from halfserve.serve.engine.hidden_steps import without_steps
 from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
-from halfserve.serve.engine.model_statistics import Reading
+from halfserve.serve.observability.inference_record import Caller
 from halfserve.serve.observability.observability import Observability
 from halfserve.serve.observability.observe_options import ObserveOptions
-from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders, HeaderPattern
-from halfserve.serve.protocol.inference import Inference, WatchableInference
-from halfserve.serve.protocol.rpcs import (
-    Health,
-    RepositoryRpcs,
-    SettingsRpcs,
-    SharedMemoryRpcs,
-    model_metadata,
-    model_statistics,
-    reflection_methods,
-)
+from halfserve.serve.protocol import rpc as access
+from halfserve.serve.protocol import rpcs
+from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
+from halfserve.serve.protocol.inference import Inference
+from halfserve.serve.protocol.rpc import Headers, Layer, Rpc, ServerView, layered
 from halfserve.serve.protocol.shared_memory import SharedMemory
-from halfserve.serve.protocol.shared_memory_regions import SharedMemoryMode, has_cuda
+from halfserve.serve.protocol.shared_memory_regions import SharedMemoryMode
 from halfserve.serve.protocol.status import status_name
 
 SERVICE = "inference.GRPCInferenceService"
 INFER_PATH = f"/{SERVICE}/ModelInfer"
 INFER_STREAM_PATH = f"/{SERVICE}/ModelStreamInfer"
-LOAD = "RepositoryModelLoad"
-SERVER_NAME = "halfserve"
-# Names of the protocol extensions, as Triton spells them.
-EXTENSIONS = (
-    *("binary_tensor_data", "classification", "logging", "model_configuration", "model_repository"),
-    *("model_repository(unload_dependents)", "parameters", "schedule_policy", "sequence", "statistics", "trace"),
-)
-SYSTEM_MEMORY, DEVICE_MEMORY = "system_shared_memory", "cuda_shared_memory"
-Exposition = Callable[[], Awaitable[tuple[bytes, str]]]
-Headers = Mapping[bytes, bytes]  # headers of a call, names in lower case
-FOR_ALL = "the token is for some models only, and this setting holds for all of them; ask who runs the server to change it"
+INFERENCE_PATHS = (INFER_PATH, INFER_STREAM_PATH)
+# v1 has v1alpha's messages under another package name; newer tools ask for it first.
+REFLECTION_VERSIONS = ("v1", "v1alpha")
 
 
-@dataclass(frozen=True)
-class UnaryMethod:
-    """A method with one message each way, answered at once."""
+@cache
+def rpc_table() -> dict[str, Rpc]:
+    """Return the RPCs other than inference, by path."""
+    health, reflect = rpcs.Health(SERVICE), rpcs.reflection((SERVICE, rpcs.Health.SERVICE))
+    found = [
+        Rpc(f"/{SERVICE}/{name}", getattr(pb, f"{name}Request"), method, access, is_large=method is rpcs.load)
+        for name, method, access in (
+            ("ServerLive", rpcs.server_live, access.HEALTH),
+            ("ServerReady", rpcs.server_ready, access.HEALTH),
+            ("ModelReady", rpcs.model_ready, access.MODEL_READY),
+            ("ServerMetadata", rpcs.server_metadata, access.METADATA),
+            ("ModelMetadata", rpcs.model_metadata, access.METADATA),
+            ("ModelConfig", rpcs.model_config, access.MODEL_CONFIG),
+            ("ModelStatistics", rpcs.statistics, access.STATISTICS),
+            ("RepositoryIndex", rpcs.repository_index, access.REPOSITORY_INDEX),
+            ("RepositoryModelLoad", rpcs.load, access.REPOSITORY_CHANGE),
+            ("RepositoryModelUnload", rpcs.unload, access.REPOSITORY_CHANGE),
+            ("TraceSetting", rpcs.trace_setting, access.TRACE),
+            ("LogSettings", rpcs.log_settings, access.LOGGING),
+            ("SystemSharedMemoryStatus", rpcs.system_status, access.SHARED_MEMORY),
+            ("SystemSharedMemoryRegister", rpcs.system_register, access.SHARED_MEMORY),
+            ("SystemSharedMemoryUnregister", rpcs.system_unregister, access.SHARED_MEMORY),
+            ("CudaSharedMemoryStatus", rpcs.cuda_status, access.SHARED_MEMORY),
+            ("CudaSharedMemoryRegister", rpcs.cuda_register, access.SHARED_MEMORY),
+            ("CudaSharedMemoryUnregister", rpcs.cuda_unregister, access.SHARED_MEMORY),
+        )
+    ]
+    found.append(Rpc(health.CHECK_PATH, health.request, health.check, access.HEALTH))
+    found.append(Rpc(health.WATCH_PATH, health.request, health.watch, access.HEALTH, is_stream=True))
+    for version in REFLECTION_VERSIONS:
+        path, request = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo", rpcs.ReflectionRequest
+        found.append(Rpc(path, request, reflect, access.DESCRIPTION, is_stream=True))
+    return {rpc.path: rpc for rpc in found}
 
-    request: type[Message]
-    answer: Callable[[Any], Message]
+
+METRICS = Rpc("/metrics", empty_pb2.Empty, rpcs.metrics, access.METRICS)  # HTTP alone serves it
 
 
-@dataclass(frozen=True)
-class StreamMethod:
-    """A method with any number of messages each way.
-
-    Attributes:
-        request: class of the requests.
-        answer: takes the requests and yields the responses.
-        is_large: a request may carry a model's files.
-        with_headers: returns the method for calls with these headers; None if headers do not matter.
-    """
-
-    request: type[Message]
-    answer: Callable[[AsyncIterator[Any]], AsyncIterator[Message]]
-    is_large: bool = False
-    with_headers: Callable[[Headers], StreamMethod] | None = None
-
-
-class Service:
+class Service(ServerView):
     """The RPCs that one server answers, by path.
 
     Attributes:
-        spread: makes a service answer for several servers that serve together; None for a server that serves alone.
-        exposition: answers scrapes of the metrics; None for the service's own metrics.
-        inference_with: returns the entry for inference requests with these headers; None if all use `inference`.
+        rpcs: the RPCs other than inference, by path.
+        metrics: the RPC for scrapes of the metrics, which HTTP alone serves.
+        inference_with: returns the entry of this or a restricted service for requests with these headers; None if all use
+            `inference`.
         forwarded: selects the headers that become parameters of inference requests.
     """
 
@@ -102,108 +98,43 @@ class Service:
         Raises:
             FailedPreconditionError: traces are requested but cannot be recorded.
         """
-        self.core = core
-        self.server_version = server_version
-        self.spread: Callable[[Service], None] | None = None
-        self.exposition: Exposition | None = None
-        self.inference_with: Callable[[Headers], Inference] | None = None
-        self.forwarded = forwarded or ForwardedHeaders()
         if beside is None:
-            self.observability = Observability(observe or ObserveOptions(), core, status_name)
-            self.memory = SharedMemory(enabled=shared_memory, mode=shared_memory_mode)
-            self.memory.on_lost_device = core.on_lost_device
+            memory = SharedMemory(enabled=shared_memory, mode=shared_memory_mode)
+            memory.on_lost_device = core.on_lost_device
+            super().__init__(core, memory, Observability(observe or ObserveOptions(), core, status_name), server_version)
         else:
-            self.observability, self.memory = beside.observability, beside.memory
-        self.inference = Inference(core, self.memory)
-        settings, shared = SettingsRpcs(core, self.observability, shows_file=beside is None), SharedMemoryRpcs(self.memory)
-        health = Health(core, SERVICE)
-        # Methods with one message each way.
-        self.unary: dict[str, UnaryMethod] = {
-            f"/{SERVICE}/{name}": UnaryMethod(request, answer)
-            for name, request, answer in (
-                ("ServerLive", pb.ServerLiveRequest, self.server_live),
-                ("ServerReady", pb.ServerReadyRequest, self.server_ready),
-                ("ModelReady", pb.ModelReadyRequest, self.model_ready),
-                ("ServerMetadata", pb.ServerMetadataRequest, self.server_metadata),
-                ("ModelMetadata", pb.ModelMetadataRequest, self.model_metadata),
-                ("ModelConfig", pb.ModelConfigRequest, self.model_config),
-                ("ModelStatistics", pb.ModelStatisticsRequest, self.model_statistics),
-                ("TraceSetting", pb.TraceSettingRequest, settings.trace_setting),
-                ("LogSettings", pb.LogSettingsRequest, settings.log_settings),
-                ("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest, shared.system_status),
-                ("SystemSharedMemoryRegister", pb.SystemSharedMemoryRegisterRequest, shared.system_register),
-                ("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest, shared.system_unregister),
-                ("CudaSharedMemoryStatus", pb.CudaSharedMemoryStatusRequest, shared.cuda_status),
-                ("CudaSharedMemoryRegister", pb.CudaSharedMemoryRegisterRequest, shared.cuda_register),
-                ("CudaSharedMemoryUnregister", pb.CudaSharedMemoryUnregisterRequest, shared.cuda_unregister),
-            )
-        }
-        self.unary[health.CHECK_PATH] = UnaryMethod(health.request, health.check)
-        # The other methods.
-        self.streams: dict[str, StreamMethod] = {health.WATCH_PATH: StreamMethod(health.request, health.watch)}
-        for name, (request, answer) in RepositoryRpcs(core).methods().items():
-            self.streams[f"/{SERVICE}/{name}"] = StreamMethod(request, answer, is_large=name == LOAD)
-        for path, (request, answer) in reflection_methods((SERVICE, health.SERVICE)).items():
-            self.streams[path] = StreamMethod(request, answer)
+            super().__init__(core, beside.memory, beside.observability, server_version)
+        self.inference_with: Callable[[Service, Headers], Inference] | None = None
+        self.forwarded = forwarded or ForwardedHeaders()
+        self.inference = Inference(core, self.memory, self.observability.observer)
+        self.rpcs, self.metrics = dict(rpc_table()), METRICS
 
-    def inference_of(self, headers: Headers, forwarded: HeaderPattern | None, client: Callable[[], str]) -> WatchableInference:
-        """Return the entry for inference requests with these headers, of the client that `client` names.
+    def spread(self, layer: Layer) -> None:
+        """Put a layer around every RPC, such as one that asks other servers too; must be called before a server listens."""
+        self.rpcs = {path: layered(rpc, layer) for path, rpc in self.rpcs.items()}
+        self.metrics = layered(self.metrics, layer)
 
-        Headers that `forwarded` selects become parameters.
+    def inference_of(
+        self, peer: str, headers: Headers, holder: str, client: Callable[[], str], *, is_rest: bool = False
+    ) -> Inference:
+        """Return the entry for the inference requests of one caller; headers that are to be forwarded become parameters.
+
+        Args:
+            peer: address of the client.
+            headers: headers of the call.
+            holder: name of the token's holder; "" without a token.
+            client: names the client that shares threads with other clients.
+            is_rest: the call came over REST, not over gRPC.
         """
-        inference = (self.inference if self.inference_with is None else self.inference_with(headers)).for_client(client)
-        return inference if forwarded is None else forwarded.forwarding(inference, headers)
-
-    def may_see(self, model: str) -> bool:  # noqa: ARG002  (see LimitedService)
-        """Return whether the models of this name are visible to the callers of this service."""
-        return True
+        inference = self.inference if self.inference_with is None else self.inference_with(self, headers)
+        forwarded = self.forwarded.http if is_rest else self.forwarded.grpc
+        added = b"" if forwarded is None else forwarded.parameters(headers)
+        return inference.for_caller(Caller(peer, headers, holder, client, is_rest=is_rest), added)
 
     def count_connections(self, connections: Callable[[], int], calls: Callable[[], int]) -> None:
         """Register functions that return the transport's open connections and calls in flight, for the metrics."""
-        self.core.figures.readings |= {Reading.CONNECTIONS: connections, Reading.CALLS: calls}
-
-    def server_live(self, _: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
-        return pb.ServerLiveResponse(live=True)
-
-    def server_ready(self, _: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
-        """Answer whether requests are accepted; false while the server drains."""
-        return pb.ServerReadyResponse(ready=self.core.is_ready)
-
-    def model_ready(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
-        """Answer whether the model takes requests: false while it loads for the first time, after a failed load, and for
-        unknown models, as in Triton.
-        """
-        try:
-            ready = self.core.is_model_ready(request.name, request.version)
-        except NotFoundError:
-            ready = False
-        return pb.ModelReadyResponse(ready=ready)
-
-    def server_metadata(self, _: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
-        """Answer the server's name, version and protocol extensions."""
-        extensions = [*EXTENSIONS]
-        if self.memory.enabled:
-            extensions += [SYSTEM_MEMORY, DEVICE_MEMORY] if has_cuda() else [SYSTEM_MEMORY]
-        return pb.ServerMetadataResponse(name=SERVER_NAME, version=self.server_version, extensions=extensions)
-
-    def model_metadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
-        model = self.core.model(request.name, request.version)
-        return model_metadata(model, self.core.versions(request.name))
-
-    def model_config(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
-        """Answer the completed configuration."""
-        model = self.core.model(request.name, request.version)
-        return pb.ModelConfigResponse(config=without_steps(model.config) if self.core.hides_steps(model) else model.config)
-
-    def model_statistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
-        """Answer the counters of one model version, of all versions of a model, or of all models."""
-        if not request.name:
-            models = self.core.models()
-        elif request.version:
-            models = [self.core.model(request.name, request.version)]
-        else:
-            models = self.core.versions(request.name)
-        return pb.ModelStatisticsResponse(model_stats=[model_statistics(model) for model in models])
+        self.core.figures.gauge("halfserve_connections", "Open gRPC connections", connections)
+        self.core.figures.gauge("halfserve_calls", "gRPC calls in flight, streams included", calls)
 
 
 class LimitedService(Service):
@@ -217,12 +148,7 @@ class LimitedService(Service):
         self._may_use = may_use
         self._view = RestrictedCore(whole.core, may_use)
         super().__init__(self._view, server_version=whole.server_version, forwarded=whole.forwarded, beside=whole)
-        for name in ("TraceSetting", "LogSettings"):  # before `spread` wraps the methods
-            path = f"/{SERVICE}/{name}"
-            method = self.unary[path]
-            self.unary[path] = UnaryMethod(method.request, partial(_of_one_model, method.answer))
-        if whole.spread is not None:
-            whole.spread(self)
+        self.rpcs, self.metrics, self.inference_with, self.is_whole = whole.rpcs, whole.metrics, whole.inference_with, False
 
     def may_see(self, model: str) -> bool:
         return self._may_use(model)
@@ -231,10 +157,3 @@ class LimitedService(Service):
         """Hide all models. Accepted requests are still answered."""
         self._may_use = lambda _: False
         self._view.close()
-
-
-def _of_one_model(answer: Callable[[Any], Message], request: pb.TraceSettingRequest | pb.LogSettingsRequest) -> Message:
-    """Answer a settings request, unless it changes global settings."""
-    if request.settings and not (isinstance(request, pb.TraceSettingRequest) and request.model_name):
-        raise PermissionDeniedError(FOR_ALL)
-    return answer(request)

@@ -25,9 +25,8 @@ from halfserve.serve.engine.errors import (
     RegionInUseError,
     UnsupportedError,
 )
-from halfserve.serve.engine.requests import DeviceBytes, Outside, RawInput, Reader
 from halfserve.serve.engine.resource_limits import most_regions
-from halfserve.serve.engine.tensors import Array
+from halfserve.serve.engine.tensors import Array, DeviceBytes, Outside, RawInput, Reader
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX, LENGTH_PREFIX_BYTES, from_raw
 from halfserve.serve.protocol.shared_memory_regions import (
     CudaRegion,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from weakref import WeakValueDictionary
 
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, PermissionDeniedError, RateLimitedError
-from halfserve.serve.protocol.inference import Cancel, ManyReplies, Reply, Watch, WatchableInference
+from halfserve.serve.protocol.inference import Cancel, InferenceEntry, ManyReplies, Reply
 from halfserve.serve.protocol.messages import parse_request
 from halfserve.serve.security.security_options import ClientLimits
 
@@ -113,7 +113,7 @@ class GatedInference:
 
     def __init__(
         self,
-        inference: WatchableInference,
+        inference: InferenceEntry,
         *,
         share: ClientAllowance | None,
         check: Check | None,
@@ -134,13 +134,7 @@ class GatedInference:
         self._count = count
 
     def infer(
-        self,
-        data: bytes | memoryview,
-        time_left_s: float | None,
-        reply: Reply,
-        watch: Watch | None = None,
-        *,
-        many: ManyReplies | None = None,
+        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, *, many: ManyReplies | None = None
     ) -> Cancel:
         """Check and limit a request, then call `Inference.infer`.
 
@@ -161,8 +155,8 @@ class GatedInference:
             self._count(error)
             raise
         if share is None:
-            return self._inference.infer(data, time_left_s, reply, watch, many=many)
-        return _CountedRequest(share, reply).begin(self._inference, data, time_left_s, watch, many)
+            return self._inference.infer(data, time_left_s, reply, many=many)
+        return _CountedRequest(share, reply).begin(self._inference, data, time_left_s, many)
 
     def failed(self, data: bytes, error: Exception) -> None:
         self._inference.failed(data, error)
@@ -184,14 +178,13 @@ class _CountedRequest:
 
     def begin(
         self,
-        inference: WatchableInference,
+        inference: InferenceEntry,
         data: bytes | memoryview,
         time_left_s: float | None,
-        watch: Watch | None,
         many: ManyReplies | None,
     ) -> Cancel:
         try:
-            self._cancel = inference.infer(data, time_left_s, self._answered, watch, many=many)
+            self._cancel = inference.infer(data, time_left_s, self._answered, many=many)
         except BaseException:
             self._leave()
             raise

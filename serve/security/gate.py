@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from google.protobuf.message import Message
 
 from halfserve.serve.engine.errors import InferenceError, PermissionDeniedError, UnauthenticatedError
-from halfserve.serve.protocol.inference import WatchableInference
-from halfserve.serve.protocol.service import LimitedService, Service, StreamMethod, UnaryMethod
+from halfserve.serve.protocol.inference import InferenceEntry
+from halfserve.serve.protocol.rpc import INFERENCE, UNKNOWN_METHOD, Access, Method, Role, Rpc, RpcCall, Send
+from halfserve.serve.protocol.service import INFERENCE_PATHS, LimitedService, Service
 from halfserve.serve.security.client_limits import ClientAllowance, ClientAllowances, GatedInference, network_of
+from halfserve.serve.security.model_rights import ModelRights
 from halfserve.serve.security.restricted_apis import Header, RestrictedApis, check_header
-from halfserve.serve.security.roles import METHODS, UNKNOWN_METHOD, Access, ModelRights, Role
 from halfserve.serve.security.security_options import RestrictedGroup
 from halfserve.serve.security.tokens import CHANGED_TOKEN, TokenHolder, Tokens
 
@@ -22,8 +22,6 @@ Count = Callable[[InferenceError], None]
 ADMIN_ELSEWHERE = "RPCs that change the server are not served on this port; use its admin port or socket"
 # With several headers a proxy and this server might each check a different one.
 SEVERAL_TOKENS = "the call has several 'authorization' headers, expected one: send 'authorization: Bearer <token>' once"
-
-
 UNRESTRICTED = RestrictedApis((), ())
 
 
@@ -65,20 +63,44 @@ class Gate:
         for listener in self._listeners:
             listener()
 
-    def admit_method(self, path: str, headers: Sequence[Header]) -> AccessGrant:
-        """Admit a call of an RPC, by its path and its headers, whose names are in lower case.
+    def admit_call(self, rpcs: Mapping[str, Rpc], path: str, headers: Sequence[Header]) -> AccessGrant:
+        """Admit a call by its path, which is that of inference, of one of these RPCs, or of none, and by its headers, whose
+        names are in lower case.
 
         Raises:
             UnauthenticatedError: there is no valid token, or there are several `authorization` headers.
             PermissionDeniedError: the token does not carry the role, the RPC is served on another port, or the call lacks a
                 header.
         """
-        access = METHODS.get(path, UNKNOWN_METHOD)
+        rpc = rpcs.get(path)
+        access = INFERENCE if path in INFERENCE_PATHS else UNKNOWN_METHOD if rpc is None else rpc.access
         return self._admit(access, headers, self._restricted.grpc.get(access.api))
 
     def admit_route(self, access: Access, headers: Sequence[Header]) -> AccessGrant:
-        """Admit an HTTP request by what its route requires, as `admit_method` admits a call."""
+        """Admit an HTTP request by what its route requires, as `admit_call` admits a call."""
         return self._admit(access, headers, self._restricted.http.get(access.api))
+
+    def layer(self, rpc: Rpc, method: Method) -> Method:
+        """Return the method of an RPC with the checks of its callers, whose calls have the grant of `admit_call`.
+
+        It charges each call, and checks the token with each request and at the end of the requests; without a token it checks
+        the rights with each response of a stream.
+        """
+        if not rpc.is_stream:
+
+            async def answer(request: Message, call: RpcCall) -> Message:
+                _grant_of(call).charge(call.peer)
+                response: Message = await method(request, call)
+                return response
+
+            return answer
+
+        async def stream(requests: AsyncIterator[Message], call: RpcCall) -> None:
+            grant = _grant_of(call)
+            grant.charge(call.peer)
+            await method(grant.checked_requests(requests), replace(call, send=partial(grant.send_while_rights_last, call.send)))
+
+        return stream
 
     def _admit(self, access: Access, headers: Sequence[Header], restriction: RestrictedGroup | None) -> AccessGrant:
         tokens, role = self._tokens, access.role
@@ -134,7 +156,6 @@ class AccessGrant:
     """The rights of an admitted caller, in all calls of a connection with the same headers or in one HTTP request.
 
     Attributes:
-        is_counted: whether `charge` must be called before each call, because the caller is limited or its token may expire.
         sees_all: whether no model is hidden from the caller.
         is_trusted: whether a token was accepted, or none is required on this port.
         holder: the name of the token's holder; "" without a token.
@@ -168,7 +189,6 @@ class AccessGrant:
         self.sees_all = rights is None
         self.is_trusted = bearer is not None or not requires_token
         self.holder = "" if bearer is None else bearer.holder.name
-        self.is_counted = shares is not None or (bearer is not None and bearer.holder.expires_s is not None)
 
     def service(self, service: Service) -> Service:
         """Return the service, restricted to the models that the caller may use."""
@@ -187,19 +207,18 @@ class AccessGrant:
             self._count(error)
             raise
 
-    def unary(self, method: UnaryMethod) -> UnaryMethod:
-        """Return a method that checks the token again when the request has arrived."""
-        return method if self._bearer is None else replace(method, answer=partial(_checked_answer, self.check, method.answer))
+    async def checked_requests(self, requests: AsyncIterator[Message]) -> AsyncIterator[Message]:
+        """Yield the requests of a stream; the token must be valid with each of them and at their end."""
+        async for request in requests:
+            self.check()
+            yield request
+        self.check()  # a method may act only once it knows that its request was the last one
 
-    def stream(self, method: StreamMethod) -> StreamMethod:
-        """Return a method that checks again: the token with each request and at their end, or without a token the rights with
-        each answer.
-        """
-        if self._bearer is None:
-            if self._rights_now is None:
-                return method
-            return replace(method, answer=lambda requests: self._while_rights_last(method.answer(requests)))
-        return replace(method, answer=lambda requests: method.answer(_checked_requests(self.check, requests)))
+    async def send_while_rights_last(self, send: Send, response: Message) -> None:
+        """Send a response to a watch, such as of a model's health, unless a caller without a token has other rights by now."""
+        if self._rights_now is not None and self._rights_now() != self._rights:
+            raise UnauthenticatedError(CHANGED_TOKEN)
+        await send(response)
 
     def charge(self, peer: str) -> None:
         """Charge one call of a client's address before any work is done for it.
@@ -220,7 +239,12 @@ class AccessGrant:
             self._count(error)
             raise
 
-    def inference(self, inference: WatchableInference, peer: str, *, is_charged: bool = False) -> WatchableInference:
+    def inference_of(self, service: Service, call: RpcCall) -> InferenceEntry:
+        """Return the entry for the inference requests of a gRPC call's caller."""
+        inference = service.inference_of(call.peer, call.headers, self.holder, partial(self.client, call.peer))
+        return self.inference(inference, call.peer)
+
+    def inference(self, inference: InferenceEntry, peer: str, *, is_charged: bool = False) -> InferenceEntry:
         """Return the entry for the inference requests of a client's address: the given one if there is nothing to check.
 
         `is_charged` is True if the requests have been charged already.
@@ -232,13 +256,6 @@ class AccessGrant:
         return GatedInference(
             inference, share=share, check=check, may_share=self._may_share, count=self._count, is_charged=is_charged
         )
-
-    async def _while_rights_last(self, answers: AsyncIterator[Message]) -> AsyncIterator[Message]:
-        """Yield the answers to a watch, such as of a model's health, until the caller's rights change."""
-        async for answer in answers:
-            if self._rights_now is not None and self._rights_now() != self._rights:
-                raise UnauthenticatedError(CHANGED_TOKEN)
-            yield answer
 
     def client(self, peer: str) -> str:
         """Return the client that the caller counts as: the token's holder, or the network of an address with a port."""
@@ -276,13 +293,7 @@ class ServiceViews:
         return len(self._made)
 
 
-def _checked_answer(check: Callable[[], None], answer: Callable[[Any], Message], request: Message) -> Message:
-    check()
-    return answer(request)
-
-
-async def _checked_requests(check: Callable[[], None], requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        check()
-        yield request
-    check()  # a method may act only once it knows that its request was the last one
+def _grant_of(call: RpcCall) -> AccessGrant:
+    if not isinstance(call.grant, AccessGrant):
+        raise TypeError("a call has come past the gate of its port")
+    return call.grant

@@ -6,7 +6,7 @@ import hmac
 from collections.abc import Iterable
 
 from halfserve.serve.engine.errors import PermissionDeniedError
-from halfserve.serve.security.roles import Api
+from halfserve.serve.protocol.rpc import Api
 from halfserve.serve.security.security_options import RestrictedGroup
 
 GRPC_PREFIX = "triton-grpc-protocol-"  # Triton's prefix of a gRPC header's name, before the key

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from halfserve.serve.security.roles import Role
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.security.security_options import SecurityError
 from halfserve.serve.security.tokens import new_token, parse_end, write_time
 

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfserve.serve.engine.errors import PermissionDeniedError, UnauthenticatedError
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.security.file_reload import DAY_S, Reloadable, Reminder, ends_in
-from halfserve.serve.security.roles import NO_MODELS, ModelRights, Role, model_rights
+from halfserve.serve.security.model_rights import NO_MODELS, ModelRights, model_rights
 from halfserve.serve.security.security_options import SecurityError
 
 logger = logging.getLogger(__name__)

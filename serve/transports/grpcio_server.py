@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
 import grpc
+from google.protobuf.message import Message
 from grpc._cython import cygrpc
 
-from halfserve.serve.engine.errors import InferenceError, UnsupportedError
-from halfserve.serve.protocol.inference import AnyInference, ObservedInference
+from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnsupportedError
+from halfserve.serve.protocol.inference import InferenceEntry
 from halfserve.serve.protocol.inference_stream import ENDS_WITH_ERROR, InferenceStream
 from halfserve.serve.protocol.messages import parse
-from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, StreamMethod, UnaryMethod
+from halfserve.serve.protocol.rpc import Rpc, RpcCall, layered
+from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service
 from halfserve.serve.protocol.status import status_of
-from halfserve.serve.security.gate import AccessGrant, Gate, client_name
+from halfserve.serve.security.client_limits import network_of
+from halfserve.serve.security.gate import AccessGrant, Gate
 from halfserve.serve.security.private_socket import private_files
 from halfserve.serve.security.security import PortSecurity
 from halfserve.serve.transports.grpc_framing import cut_details
@@ -90,65 +94,72 @@ def _is_no_lost_call(record: logging.LogRecord) -> bool:
 
 
 class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no types
+    """Finds the handler of each call. It is made per call, because the peer is known only inside the call."""
+
     def __init__(self, service: Service, gate: Gate | None) -> None:
         self._service, self._gate = service, gate
-        self._handlers = {path: _unary_handler(method) for path, method in service.unary.items()}
-        self._handlers |= {path: _stream_handler(method) for path, method in service.streams.items()}
-        self._handlers[INFER_PATH] = grpc.unary_unary_rpc_method_handler(_infer(service))
-        self._handlers[INFER_STREAM_PATH] = grpc.stream_stream_rpc_method_handler(_infer_stream(service))
+        self._rpcs = service.rpcs if gate is None else {path: layered(rpc, gate.layer) for path, rpc in service.rpcs.items()}
 
     def service(self, handler_call_details: Any) -> Any:
-        method = handler_call_details.method
+        path, grant = handler_call_details.method, None
         if self._gate is not None:
             try:
-                return self._guarded(
-                    self._gate.admit_method(method, _headers(handler_call_details.invocation_metadata)), method
-                )
+                grant = self._gate.admit_call(self._rpcs, path, _headers(handler_call_details.invocation_metadata))
             except InferenceError as error:
                 return grpc.stream_stream_rpc_method_handler(_refused(error))
-        return self._handlers.get(method) or grpc.stream_stream_rpc_method_handler(_unsupported(method))
-
-    def _guarded(self, given: AccessGrant, method: str) -> Any:
-        """The handler for a permitted call. It is made per call, because the peer is known only inside the call."""
-        service = self._service if given.sees_all else given.service(self._service)
-        if method == INFER_PATH:
-            return grpc.unary_unary_rpc_method_handler(_infer(service, given))
-        if method == INFER_STREAM_PATH:
-            return grpc.stream_stream_rpc_method_handler(_infer_stream(service, given))
-        if method in service.unary:
-            return _unary_handler(service.unary[method], given)
-        if method in service.streams:
-            return _stream_handler(given.stream(service.streams[method]), given)
-        return grpc.stream_stream_rpc_method_handler(_unsupported(method))
+        service = self._service if grant is None else grant.service(self._service)
+        if path == INFER_PATH:
+            return grpc.unary_unary_rpc_method_handler(_infer(service, grant))
+        if path == INFER_STREAM_PATH:
+            return grpc.stream_stream_rpc_method_handler(_infer_stream(service, grant))
+        rpc = self._rpcs.get(path)
+        if rpc is None:
+            return grpc.stream_stream_rpc_method_handler(_unsupported(path))
+        return grpc.stream_stream_rpc_method_handler(partial(_stream if rpc.is_stream else _answer, rpc, service, grant))
 
 
-def _unary_handler(method: UnaryMethod, given: AccessGrant | None = None) -> Any:
-    async def handle(data: bytes, context: Context) -> bytes:
-        try:
-            if given is not None:
-                given.charge(_peer(context))
-            return method.answer(parse(method.request, data)).SerializeToString()
-        except Exception as error:  # noqa: BLE001  (any failure ends the call with a status)
-            await _abort(context, error)
-
-    return grpc.unary_unary_rpc_method_handler(handle)
-
-
-def _stream_handler(method: StreamMethod, given: AccessGrant | None = None) -> Any:
-    async def handle(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
-        try:
-            if given is not None:
-                given.charge(_peer(context))
-            requests = (parse(method.request, data) async for data in messages)
-            async for response in method.answer(requests):
-                yield response.SerializeToString()
-        except Exception as error:  # noqa: BLE001  (see above)
-            await _abort(context, error)
-
-    return grpc.stream_stream_rpc_method_handler(handle)
+async def _answer(
+    rpc: Rpc, service: Service, grant: AccessGrant | None, messages: AsyncIterator[bytes], context: Context
+) -> None:
+    """Answer the sole message once the client has ended its side; grpcio's own unary calls do not wait for that."""
+    try:
+        message = await _sole(messages)
+        response = await rpc.method(parse(rpc.request, message), _call(service, grant, context))
+        await context.write(response.SerializeToString())
+    except Exception as error:  # noqa: BLE001  (any failure ends the call with a status)
+        await _abort(context, error)
 
 
-def _infer(service: Service, given: AccessGrant | None = None) -> Callable[[bytes, Context], Awaitable[bytes]]:
+async def _sole(messages: AsyncIterator[bytes]) -> bytes:
+    sole: bytes | None = None
+    async for message in messages:
+        if sole is not None:
+            raise InvalidArgumentError("a second message came, expected one; this method is no stream")
+        sole = message
+    if sole is None:
+        raise InvalidArgumentError("the call ended without a message, expected one")
+    return sole
+
+
+async def _stream(
+    rpc: Rpc, service: Service, grant: AccessGrant | None, messages: AsyncIterator[bytes], context: Context
+) -> None:
+    async def send(response: Message) -> None:
+        await context.write(response.SerializeToString())
+
+    try:
+        requests = (parse(rpc.request, data) async for data in messages)
+        await rpc.method(requests, replace(_call(service, grant, context), send=send))
+    except Exception as error:  # noqa: BLE001  (see above)
+        await _abort(context, error)
+
+
+def _call(service: Service, grant: AccessGrant | None, context: Context) -> RpcCall:
+    headers = dict(_headers(context.invocation_metadata()))
+    return RpcCall(server=service, peer=_peer(context), headers=headers, grant=grant)
+
+
+def _infer(service: Service, given: AccessGrant | None) -> Callable[[bytes, Context], Awaitable[bytes]]:
     async def handle(data: bytes, context: Context) -> bytes:
         answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
@@ -160,7 +171,7 @@ def _infer(service: Service, given: AccessGrant | None = None) -> Callable[[byte
             else:
                 answered.set_result(result)
 
-        inference = _inference(service, context, given)
+        inference = _inference(service, given, context)
         try:
             cancel = inference.infer(data, context.time_remaining(), reply)
             try:
@@ -176,17 +187,11 @@ def _infer(service: Service, given: AccessGrant | None = None) -> Callable[[byte
     return handle
 
 
-def _inference(service: Service, context: Context, given: AccessGrant | None) -> AnyInference:
-    """The inference entry of one call, with its permissions and observer applied."""
-    observer = service.observability.observer
-    headers = dict(_headers(context.invocation_metadata()))
-    peer = _peer(context)
-    inference = service.inference_of(headers, service.forwarded.grpc, partial(client_name, given, peer))
-    if given is not None:
-        inference = given.inference(inference, peer)
-    if observer is None:
-        return inference
-    return ObservedInference(inference, observer, peer, headers, "" if given is None else given.holder)
+def _inference(service: Service, grant: AccessGrant | None, context: Context) -> InferenceEntry:
+    call = _call(service, grant, context)
+    if grant is None:
+        return service.inference_of(call.peer, call.headers, "", partial(network_of, call.peer))
+    return grant.inference_of(service, call)
 
 
 def _peer(context: Context) -> str:
@@ -201,14 +206,15 @@ def _headers(metadata: Any) -> list[tuple[bytes, bytes]]:
 
 
 def _infer_stream(
-    service: Service, given: AccessGrant | None = None
+    service: Service, given: AccessGrant | None
 ) -> Callable[[AsyncIterator[bytes], Context], AsyncIterator[bytes]]:
     async def handle(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         # Functions are called once the client has taken the answers before them.
         answers: asyncio.Queue[bytes | Exception | Callable[[], None] | None] = asyncio.Queue()
         room = asyncio.Semaphore(MAX_UNANSWERED)
         put, fails = answers.put_nowait, ENDS_WITH_ERROR in _headers(context.invocation_metadata())
-        stream = InferenceStream(_inference(service, context, given), put, put, partial(put, b""), put if fails else None)
+        inference = _inference(service, given, context)
+        stream = InferenceStream(inference, put, put, partial(put, b""), put if fails else None)
 
         async def receive() -> None:
             async for data in messages:

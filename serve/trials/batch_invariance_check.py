@@ -9,8 +9,8 @@ import numpy as np
 from halfserve.serve.engine.backend import CALLING_PROVIDERS
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.parameters import own_parameter
-from halfserve.serve.engine.execution.batch import Answered
 from halfserve.serve.engine.execution.batch_invariance import dependent_output
+from halfserve.serve.engine.results import Answered
 from halfserve.serve.engine.tensors import Array, Tensors
 from halfserve.serve.trials.tried_version import TrialBatch, TriedVersion
 

@@ -16,16 +16,8 @@ from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.padding.mixed_lengths import BatchCosts, Measured, MixedLengths
-from halfserve.serve.engine.padding.padding import Padding
-from halfserve.serve.engine.padding.padding_rule import (
-    BUCKETS_KEY,
-    KEY,
-    PROVED_KEY,
-    TOKENS_KEY,
-    PaddingRule,
-    PaddingSettings,
-    require_fit,
-)
+from halfserve.serve.engine.padding.padding import Padding, PaddingRule, PaddingSettings
+from halfserve.serve.engine.padding.padding_rule import BUCKETS_KEY, KEY, PROVED_KEY, TOKENS_KEY, require_fit
 from halfserve.serve.engine.precision_guard.column_errors import OutputErrors
 from halfserve.serve.engine.precision_guard.loading import error_budget
 from halfserve.serve.engine.precision_guard.tally import is_floating

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.padding.padding import Padding
-from halfserve.serve.engine.padding.padding_rule import PaddingSettings
+from halfserve.serve.engine.padding.padding import Padding, PaddingSettings
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 from halfserve.serve.trials.recorded_samples import vouched_samples

@@ -9,11 +9,11 @@ from halfserve.serve.engine.backend import CALLING_PROVIDERS
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError, is_device_lost
 from halfserve.serve.engine.execution.assembly import pad_rows, padded_inputs
-from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
-from halfserve.serve.engine.padding.padding import Padding
-from halfserve.serve.engine.padding.padding_rule import PaddingSettings
+from halfserve.serve.engine.execution.batch import run_batch
+from halfserve.serve.engine.padding.padding import Padding, PaddingSettings
 from halfserve.serve.engine.queueing.pace import padded_rows
 from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.trials.padding_rows import FEW_TOKENS, PaddingRows
 from halfserve.serve.trials.tried_version import TriedVersion

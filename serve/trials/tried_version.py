@@ -19,11 +19,12 @@ from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.disk_files import read_regular
 from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError
-from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
+from halfserve.serve.engine.execution.batch import run_batch
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.model_repository import named_file
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.resource_limits import available_bytes
+from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.sequences.sequence_loading import first_step
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 

@@ -9,9 +9,10 @@ import math
 
 from halfserve.serve.engine.backend import CALLING_PROVIDERS, CPU_PROVIDERS, PYTHON, Backend
 from halfserve.serve.engine.background_threads import pause
+from halfserve.serve.engine.dispatch.short_batches import LONE_S
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.engine.execution.batch import Answered, run_batch
-from halfserve.serve.engine.execution.short_batches import LONE_S
+from halfserve.serve.engine.execution.batch import run_batch
+from halfserve.serve.engine.results import Answered
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
 from halfserve.serve.trials.tried_version import TrialBatch, TriedVersion
 

@@ -15,7 +15,7 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from halfserve.serve.security.roles import Role
+from halfserve.serve.protocol.rpc import Role
 from tests.deploy.manifests import Manifest, container, example
 from tests.deploy.running_pod import RunningPod, can_start_pods, running_pod
 from tests.models import save_mlp

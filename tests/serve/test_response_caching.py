@@ -20,8 +20,8 @@ from halfserve.serve.engine.caching.response_cache import ResponseCache
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.model_control.control_options import ControlMode
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.protocol.service import INFER_PATH
-from halfserve.serve.security.roles import Role
 from halfserve.serve.security.security_options import SecurityOptions
 from halfserve.serve.security.tokens import new_token
 from tests.models import save_mlp, save_model, save_table

@@ -21,7 +21,7 @@ class SSEClient:
         self._chunks: Iterator[bytes] = iter(response)
 
     def _read(self) -> Iterator[bytes]:
-        """The blocks that end with an empty line, as bytes; what is left at the end comes last."""
+        """Yield the blocks that end with an empty line, as bytes; what is left at the end comes last."""
         held = b""
         for chunk in self._chunks:
             for line in chunk.splitlines(True):

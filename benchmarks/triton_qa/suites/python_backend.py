@@ -21,7 +21,7 @@ def _typed(made: str, data_type: str, *more: tuple[str, str], adding: str = "") 
 
 
 def _unbatched_calls(name: str, models: tuple[Builder, ...], *, flags: tuple[str, ...] = (), **environment: str) -> Suite:
-    """A suite whose test is one request to a model that tests itself."""
+    """Return a suite whose test is one request to a model that tests itself."""
     variables = {"MODEL_NAME": name, **environment}
     suite = "_".join(["python", name, *environment.values()])
     return Suite(

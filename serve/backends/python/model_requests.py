@@ -9,7 +9,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from halfserve.protos.datatypes import BY_WIRE
-from halfserve.serve.backends.python.process_messages import END, SEQUENCE, START, TIMEOUT, code_of, from_wire, to_wire
+from halfserve.protos.request_parameters import SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START, TIMEOUT
+from halfserve.serve.backends.python.process_messages import code_of, from_wire, to_wire
 from halfserve.serve.backends.python_child.wire import WireTensor
 from halfserve.serve.engine.errors import BackendError, InferenceError, ModelLoadError, NotFoundError
 from halfserve.serve.engine.model import Model
@@ -186,9 +187,9 @@ def _parameters(header: Mapping[str, Any]) -> dict[str, Parameter]:
     """The parameters of a call, with those of a sequence as clients send them."""
     parameters: dict[str, Parameter] = dict(header["p"])
     if header["correlation"]:
-        parameters[SEQUENCE] = header["correlation"]
-        parameters[START] = bool(header["flags"] & 1)
-        parameters[END] = bool(header["flags"] & 2)
+        parameters[SEQUENCE_ID] = header["correlation"]
+        parameters[SEQUENCE_START] = bool(header["flags"] & 1)
+        parameters[SEQUENCE_END] = bool(header["flags"] & 2)
     if header["timeout"]:
         parameters[TIMEOUT] = header["timeout"]
     return parameters

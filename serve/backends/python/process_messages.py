@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from halfserve.protos.datatypes import BY_WIRE, Datatype
+from halfserve.protos.request_parameters import PRIORITY, REQUEST_PARAMETERS, SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START, TIMEOUT
 from halfserve.serve.backends.python_child.triton_tensors import deserialize_bytes_tensor, serialize_byte_tensor
 from halfserve.serve.backends.python_child.wire import WireTensor
 from halfserve.serve.engine import errors
@@ -37,11 +38,6 @@ CODES: dict[type[Exception], int] = {
 }
 INTERNAL = 1
 TEXT_BYTES = 1 << 14  # converting more texts or numbers takes longer than the way to a thread and back
-# Parameters of a request that Triton does not hand to the model as such.
-SEQUENCE, START, END, PRIORITY, TIMEOUT = "sequence_id", "sequence_start", "sequence_end", "priority", "timeout"
-PROTOCOL_PARAMETERS = frozenset(
-    {SEQUENCE, START, END, PRIORITY, TIMEOUT, "binary_data_output", "triton_enable_empty_final_response"}
-)
 
 
 def request_message(request: InferRequest, number: int, model: str, version: int) -> dict[str, Any]:
@@ -57,9 +53,9 @@ def request_message(request: InferRequest, number: int, model: str, version: int
         message["id"] = request.id.decode()
     given = request.parameters
     if given:
-        message["p"] = {name: value for name, value in given.items() if name not in PROTOCOL_PARAMETERS}
-        message["correlation"] = given.get(SEQUENCE, 0)
-        message["flags"] = bool(given.get(START)) + 2 * bool(given.get(END))
+        message["p"] = {name: value for name, value in given.items() if name not in REQUEST_PARAMETERS}
+        message["correlation"] = given.get(SEQUENCE_ID, 0)
+        message["flags"] = bool(given.get(SEQUENCE_START)) + 2 * bool(given.get(SEQUENCE_END))
         message["priority"], message["timeout"] = given.get(PRIORITY, 0), given.get(TIMEOUT, 0)
     return message
 

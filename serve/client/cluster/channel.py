@@ -16,12 +16,13 @@ from typing import Any, ClassVar
 import grpc
 
 from halfserve.protos.cluster_pb2 import Directory
+from halfserve.protos.request_parameters import SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START
 from halfserve.protos.shared_memory_parameters import REGION
 from halfserve.serve.client.channel_settings import ChannelSettings, Headers, Tls, bearer, check_encrypted, parse_address
 from halfserve.serve.client.cluster.directory import DirectoryWatch
 from halfserve.serve.client.cluster.members import MemberConnection, Members
 from halfserve.serve.client.errors import Overloaded, ServerUnavailable, deadline_exceeded, from_rpc_error
-from halfserve.serve.client.infer_messages import SEQUENCE_ID, is_stateful
+from halfserve.serve.client.infer_messages import is_stateful
 
 KEEPALIVE_S = 2.0  # without pings, calls to a lost machine would wait for their deadlines
 CONNECTING_S = 2.0  # time limit of a connection attempt; short, as another member can be tried
@@ -212,7 +213,7 @@ class MemberCall:
         is_shared = (members.is_sharing or not method.is_inference) and method.is_shared(request)
         if method.is_inference and is_stateful(request) and not is_shared:
             sequence = request.parameters[SEQUENCE_ID].SerializeToString()
-            starts, ends = (_is_set(request, flag) for flag in ("sequence_start", "sequence_end"))
+            starts, ends = (_is_set(request, flag) for flag in (SEQUENCE_START, SEQUENCE_END))
             self._member = members.pick_for_sequence(self._model, sequence, starts=starts, ends=ends)
         else:
             self._member = members.pick(self._model, shared=is_shared)

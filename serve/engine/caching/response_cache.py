@@ -12,17 +12,9 @@ from typing import Final
 
 import numpy as np
 
-from halfserve.serve.engine.requests import (
-    Answer,
-    BatchOutputs,
-    InferRequest,
-    LateInputs,
-    Parameter,
-    RawInputs,
-    RawLayout,
-    RemarkedAnswer,
-)
-from halfserve.serve.engine.tensors import Array, Tensors, memory_of
+from halfserve.protos.request_parameters import REQUEST_PARAMETERS
+from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest, Parameter, RemarkedAnswer
+from halfserve.serve.engine.tensors import Array, LateInputs, RawInputs, RawLayout, Tensors, memory_of
 
 # The form of a request (names, shapes and parameters) and its content (values), each whole or as a digest.
 RequestKey = tuple[bytes, bytes]
@@ -37,8 +29,8 @@ WHOLE_BYTES: Final = 4096
 # From this size on, reading and hashing takes longer than 0.2 ms, and is left to a thread.
 APART_BYTES: Final = 2**18
 MAX_FORMS: Final = 1024
-# These parameters decide when a request is answered, and not the answer.
-WITHOUT_EFFECT: Final = frozenset({"priority", "timeout", "triton_enable_empty_final_response"})
+# Parameters that do not change the answer.
+WITHOUT_EFFECT: Final = frozenset(name for name, parameter in REQUEST_PARAMETERS.items() if not parameter.changes_answer)
 
 
 class CachedAnswer:

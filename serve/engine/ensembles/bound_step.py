@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Final, TypeAlias
 
+from halfserve.protos.request_parameters import PRIORITY, TIMEOUT
 from halfserve.serve.engine.config.batching import Turn
 from halfserve.serve.engine.ensembles.graph import EnsembleGraph, EnsembleStep
 from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, reworded
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import Answer, Done, InferRequest, LateArray, LateInputs, Parameter, RawInputs
-from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
+from halfserve.serve.engine.requests import Answer, Done, InferRequest, Parameter
+from halfserve.serve.engine.tensors import ANY_SIZE, Array, LateArray, LateInputs, RawInputs, Tensors, TensorSpec
 
 MAX_SHAPES: Final = 1024  # most combinations of shapes whose check is kept
 Shapes: TypeAlias = tuple[tuple[int, ...] | None, ...]
@@ -256,7 +257,7 @@ class BoundStep:
         """Return the queueing rules of the model's request, with the ensemble's priority and timeout."""
         if not whole.parameters:
             return self._default_turn
-        priority, timeout_us = whole.parameters.get("priority", 0), whole.parameters.get("timeout", 0)
+        priority, timeout_us = whole.parameters.get(PRIORITY, 0), whole.parameters.get(TIMEOUT, 0)
         return self.model.queue_policy.turn(_whole(priority), _whole(timeout_us) / 1e6 or None)
 
 

@@ -12,7 +12,8 @@ from time import monotonic, monotonic_ns
 from types import MappingProxyType
 from typing import Final
 
-from halfserve.serve.engine.batcher import SHUTTING_DOWN
+from halfserve.protos.request_parameters import SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START
+from halfserve.serve.engine.dispatch.refusals import SHUTTING_DOWN
 from halfserve.serve.engine.ensembles.binding import Binding, ExecutionPlan
 from halfserve.serve.engine.ensembles.bound_step import BoundStep, named
 from halfserve.serve.engine.ensembles.composition import EnsembleComposition
@@ -22,7 +23,6 @@ from halfserve.serve.engine.queueing.admission_control import late_error
 from halfserve.serve.engine.queueing.step_memory import RunMemory, RunSizes, bytes_of
 from halfserve.serve.engine.queueing.waiting_requests import is_late
 from halfserve.serve.engine.requests import NO_PARAMETERS, Answer, InferRequest, RemarkedAnswer
-from halfserve.serve.engine.sequences.step_inputs import SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.engine.whole_requests import require_many
 

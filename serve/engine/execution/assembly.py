@@ -16,8 +16,8 @@ from halfserve.serve.engine.execution.device_inputs import DeviceInputs, DeviceR
 from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.padding.ragged import Ragged
 from halfserve.serve.engine.queueing.pace import padded_rows
-from halfserve.serve.engine.requests import InferRequest, RawInputs
-from halfserve.serve.engine.tensors import Array, Tensors
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import Array, RawInputs, Tensors
 
 # From this size on, the page faults of fresh memory cost more than the copy into it.
 SCRATCH_BYTES: Final = 65_536

@@ -8,8 +8,7 @@ from typing import Final
 
 from halfserve.installation import install_hint
 from halfserve.protos.pictures import PicturePreparation
-from halfserve.serve.engine.requests import LateArray, LateInputs
-from halfserve.serve.engine.tensors import Array, Tensors
+from halfserve.serve.engine.tensors import Array, LateArray, LateInputs, Tensors
 
 LACKING: Final[str] = f"the server lacks the package pillow; {install_hint('pictures')}"
 

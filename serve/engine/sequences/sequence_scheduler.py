@@ -9,8 +9,10 @@ import time
 from itertools import count
 from typing import Final
 
-from halfserve.serve.engine.batcher import SHUTTING_DOWN, Batcher
+from halfserve.protos.request_parameters import SEQUENCE_ID, SEQUENCE_START
+from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.config.sequence_batching import SequencePlan
+from halfserve.serve.engine.dispatch.refusals import SHUTTING_DOWN
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnavailableError
 from halfserve.serve.engine.model import Scheduler
 from halfserve.serve.engine.model_statistics import Statistics
@@ -21,7 +23,7 @@ from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.sequences.sequence import Sequence, SequenceId, Step
 from halfserve.serve.engine.sequences.sequence_runner import SequenceRunner
 from halfserve.serve.engine.sequences.slot_batches import SlotBatches
-from halfserve.serve.engine.sequences.step_inputs import SEQUENCE_ID, SEQUENCE_START, ControlTensors, StepInputs, sequence_of
+from halfserve.serve.engine.sequences.step_inputs import ControlTensors, StepInputs, sequence_of
 from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)

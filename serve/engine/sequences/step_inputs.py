@@ -7,15 +7,13 @@ from typing import Final
 
 import numpy as np
 
+from halfserve.protos.request_parameters import REQUEST_PARAMETERS, SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START
 from halfserve.serve.engine.config.sequence_batching import CORRID, END, READY, START, ControlInput, SequencePlan
 from halfserve.serve.engine.errors import BackendError, InvalidArgumentError
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.sequences.sequence import SequenceId
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors
 
-SEQUENCE_ID: Final = "sequence_id"
-SEQUENCE_START: Final = "sequence_start"
-SEQUENCE_END: Final = "sequence_end"
 MAX_ID_BYTES: Final = 128  # Triton's bound
 UINT64: Final = 1 << 64
 
@@ -152,7 +150,7 @@ def sequence_of(request: InferRequest, model: str) -> tuple[SequenceId, bool, bo
     key = parameters.get(SEQUENCE_ID, 0)
     starts, ends = parameters.get(SEQUENCE_START, False), parameters.get(SEQUENCE_END, False)
     if isinstance(key, bool) or not isinstance(key, (int, str)):
-        raise InvalidArgumentError(f"parameter {SEQUENCE_ID!r} is {key!r}, expected a whole number or a string")
+        raise InvalidArgumentError(f"parameter {SEQUENCE_ID!r} is {key!r}, expected {REQUEST_PARAMETERS[SEQUENCE_ID].values}")
     if not key:
         raise InvalidArgumentError(
             f"model {model!r} takes sequences: set the parameter {SEQUENCE_ID!r} to a number other than 0, or a string"
@@ -176,4 +174,4 @@ def sequence_of(request: InferRequest, model: str) -> tuple[SequenceId, bool, bo
 
 
 def _no_flag(name: str, value: object) -> InvalidArgumentError:
-    return InvalidArgumentError(f"parameter {name!r} is {value!r}, expected true or false")
+    return InvalidArgumentError(f"parameter {name!r} is {value!r}, expected {REQUEST_PARAMETERS[name].values}")

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from halfserve.protos.cluster_pb2 import Directory, WatchRequest
 from halfserve.serve.engine.errors import NotFoundError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.model_statistics import Reading
 from halfserve.serve.engine.resource_limits import memory_limit_bytes
 from halfserve.serve.fleet.member.forwarder import Forwarder
 from halfserve.serve.fleet.member.handover import Handover
@@ -41,16 +39,13 @@ from halfserve.serve.fleet.member.shared_rpcs import (
     STATISTICS,
     TRACE_SETTING,
     UNLOAD,
-    Local,
-    answer_for_all,
-    local_method,
-    only,
-    request_class,
 )
 from halfserve.serve.fleet.member.supervisor_link import Membership
 from halfserve.serve.observability.metrics import CONTENT_TYPE
-from halfserve.serve.protocol.rpcs import RECHECK_S, Answer, Health, one_message
-from halfserve.serve.protocol.service import SERVICE, Headers, LimitedService, Service, StreamMethod, UnaryMethod
+from halfserve.serve.protocol.rpc import DESCRIPTION, Method, Rpc, RpcCall, ServerView
+from halfserve.serve.protocol.rpcs import RECHECK_S, Health
+from halfserve.serve.protocol.service import METRICS as OWN_METRICS
+from halfserve.serve.protocol.service import SERVICE, Service, rpc_table
 from halfserve.serve.security.tls import ServerTls
 
 logger = logging.getLogger(__name__)
@@ -102,13 +97,25 @@ class ClusterService:
         self._forwarder = forwarder
         self._changed = asyncio.Event()
         self._is_over = False
+        self._answers: dict[str, Callable[[Method, Any, RpcCall], Awaitable[Any]]] = {
+            LOAD: self._load,
+            UNLOAD: self._unload,
+            STATISTICS: self._statistics,
+            INDEX: self._index,
+            READY: self._model_ready,
+            Health.CHECK_PATH: self._check_health,
+            Health.WATCH_PATH: self._watch_health,
+            OWN_METRICS.path: self._metrics,
+            **{path: partial(self._change_settings, path) for path in (TRACE_SETTING, LOG_SETTINGS)},
+            **{path: partial(self._describe, path) for path in DESCRIPTIONS},
+        }
 
     @property
     def directory_version(self) -> int:
         """Version of the current directory; 0 before the first."""
         return int(self._forwarder.directory.version)
 
-    async def publish(self, directory: Directory) -> Message:
+    async def publish(self, directory: Directory, _call: RpcCall) -> Message:
         """Send this directory to watchers from now on."""
         await self._forwarder.follow(directory)
         self._wake()
@@ -121,121 +128,107 @@ class ClusterService:
 
     def spread(self, service: Service) -> None:
         """Have a service answer for all members."""
-        answer_for_all(service, LOAD, partial(self._load, service))
-        answer_for_all(service, UNLOAD, partial(self._unload, service))
-        answer_for_all(service, STATISTICS, partial(self._statistics, service))
-        answer_for_all(service, INDEX, partial(self._index, service))
-        answer_for_all(service, READY, partial(self._model_ready, service))
-        local_check, watch = local_method(service, Health.CHECK_PATH), service.streams[Health.WATCH_PATH]
-        answer_for_all(service, Health.CHECK_PATH, partial(self._check_health, service))
-        watched = partial(self._watch_health, service, local_check, watch.answer)
-        service.streams[Health.WATCH_PATH] = replace(watch, answer=watched)
-        for path in (TRACE_SETTING, LOG_SETTINGS):
-            answer_for_all(service, path, partial(self._change_settings, path))
-        for path in DESCRIPTIONS:
-            described = partial(self._describe, service, path, local_method(service, path))
-            method = StreamMethod(request_class(service, path), one_message(partial(described, {})))
-            service.unary.pop(path)
-            service.streams[path] = replace(method, with_headers=partial(_with_headers, method, described))
-        service.streams[WATCH] = StreamMethod(WatchRequest, partial(self._watch, service))
-        service.exposition = partial(self._exposition, service)
-        service.inference_with = partial(self._forwarder.inference, service)
+        service.spread(self._layer)
+        service.rpcs[WATCH] = Rpc(WATCH, WatchRequest, self._watch, DESCRIPTION, is_stream=True)
+        service.inference_with = self._forwarder.inference
 
-    async def _load(self, service: Service, _: Local, request: pb.RepositoryModelLoadRequest) -> Message:
-        if not service.may_see(request.model_name):
+    def _layer(self, rpc: Rpc, method: Method) -> Method:
+        answer = self._answers.get(rpc.path)
+        return method if answer is None else partial(answer, method)
+
+    async def _load(self, _local: Method, request: pb.RepositoryModelLoadRequest, call: RpcCall) -> Message:
+        if not call.server.may_see(request.model_name):
             raise NotFoundError(f"the repository has no model {request.model_name!r}; RepositoryIndex lists what it has")
         return await self._agent.ask(LOAD, request, pb.RepositoryModelLoadResponse)
 
-    async def _unload(self, service: Service, _: Local, request: pb.RepositoryModelUnloadRequest) -> Message:
-        if not service.may_see(request.model_name):
+    async def _unload(self, _local: Method, request: pb.RepositoryModelUnloadRequest, call: RpcCall) -> Message:
+        if not call.server.may_see(request.model_name):
             raise NotFoundError(f"model {request.model_name!r} is not loaded; RepositoryIndex lists what is")
         return await self._agent.ask(UNLOAD, request, pb.RepositoryModelUnloadResponse)
 
-    async def _change_settings(self, path: str, local: Local, request: Any) -> Message:
-        answer: Message = await local(request)  # first here: a refused request does not reach the other members
+    async def _change_settings(self, path: str, local: Method, request: Any, call: RpcCall) -> Message:
+        answer: Message = await local(request, call)  # first here: a refused request does not reach the other members
         if request.settings:
             await self._agent.ask(path, request, type(answer))
         return answer
 
-    async def _statistics(self, service: Service, _: Local, request: pb.ModelStatisticsRequest) -> Message:
-        if request.name and not service.may_see(request.name):
+    async def _statistics(self, _local: Method, request: pb.ModelStatisticsRequest, call: RpcCall) -> Message:
+        may_see = call.server.may_see
+        if request.name and not may_see(request.name):
             raise NotFoundError(f"model {request.name!r} is not served here; RepositoryIndex lists what is")
         answer = await self._agent.ask(STATISTICS, request, pb.ModelStatisticsResponse)
-        return pb.ModelStatisticsResponse(model_stats=[one for one in answer.model_stats if service.may_see(one.name)])
+        return pb.ModelStatisticsResponse(model_stats=[one for one in answer.model_stats if may_see(one.name)])
 
-    async def _index(self, service: Service, _: Local, request: pb.RepositoryIndexRequest) -> Message:
+    async def _index(self, _local: Method, request: pb.RepositoryIndexRequest, call: RpcCall) -> Message:
         answer = await self._agent.ask(INDEX, request, pb.RepositoryIndexResponse)
-        return pb.RepositoryIndexResponse(models=[one for one in answer.models if service.may_see(one.name)])
+        return pb.RepositoryIndexResponse(models=[one for one in answer.models if call.server.may_see(one.name)])
 
-    async def _model_ready(self, service: Service, _: Local, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
-        if not service.may_see(request.name):
+    async def _model_ready(self, _local: Method, request: pb.ModelReadyRequest, call: RpcCall) -> pb.ModelReadyResponse:
+        if not call.server.may_see(request.name):
             return pb.ModelReadyResponse(ready=False)
         return await self._agent.ask(READY, request, pb.ModelReadyResponse)
 
-    async def _check_health(self, service: Service, local: Local, request: health_pb2.HealthCheckRequest) -> Message:
+    async def _check_health(self, local: Method, request: health_pb2.HealthCheckRequest, call: RpcCall) -> Message:
         if request.service in {"", SERVICE}:
-            return await local(request)  # type: ignore[no-any-return]  # grpc_health ships no types
-        if not self._forwarder.serving(request.service) or not service.may_see(request.service):
-            await local(request)  # raises NotFoundError for an unknown name
-        ready = await self._model_ready(service, local, pb.ModelReadyRequest(name=request.service))
+            return await local(request, call)  # type: ignore[no-any-return]  # grpc_health ships no types
+        if not self._forwarder.serving(request.service) or not call.server.may_see(request.service):
+            await local(request, call)  # raises NotFoundError for an unknown name
+        ready = await self._model_ready(local, pb.ModelReadyRequest(name=request.service), call)
         return HealthResponse(status=HealthResponse.SERVING if ready.ready else HealthResponse.NOT_SERVING)  # type: ignore[no-any-return]  # as above
 
-    async def _watch_health(
-        self, service: Service, local_check: Local, local_watch: Answer, requests: AsyncIterator[Any]
-    ) -> AsyncIterator[Message]:
-        """Stream the status of a model at any member, or of this server, whenever it changes."""
+    async def _watch_health(self, local: Method, requests: AsyncIterator[Any], call: RpcCall) -> None:
+        """Send the status of a model at any member, or of this server, whenever it changes."""
         async for request in requests:
             if request.service in {"", SERVICE}:
-                async for answer in local_watch(only(request)):
-                    yield answer
+                await local(_only(request), call)
                 return
             sent: int | None = None
             while not self._is_over:
                 changed = self._changed
-                status = await self._status(service, local_check, request)
+                status = await self._status(request, call)
                 if status != sent:
                     sent = status
-                    yield HealthResponse(status=status)
+                    await call.send(HealthResponse(status=status))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(RECHECK_S):
                         await changed.wait()
             return
 
-    async def _status(self, service: Service, local_check: Local, request: health_pb2.HealthCheckRequest) -> int:
-        if self._forwarder.serving(request.service) and service.may_see(request.service):
+    async def _status(self, request: health_pb2.HealthCheckRequest, call: RpcCall) -> int:
+        if self._forwarder.serving(request.service) and call.server.may_see(request.service):
             return int(HealthResponse.SERVING)
         try:
-            return int((await local_check(request)).status)
+            return int((await rpc_table()[Health.CHECK_PATH].method(request, call)).status)
         except NotFoundError:
             return int(HealthResponse.SERVICE_UNKNOWN)
 
-    async def _describe(self, service: Service, path: str, local: Local, headers: Headers, request: Any) -> Message:
+    async def _describe(self, path: str, local: Method, request: Any, call: RpcCall) -> Message:
         try:
-            answer: Message = await local(request)
+            answer: Message = await local(request, call)
         except (NotFoundError, UnavailableError):
-            if service.core.served(request.name) or not service.may_see(request.name):
+            if call.server.core.served(request.name) or not call.server.may_see(request.name):
                 raise
-            there = await self._forwarder.call(request.name, path, request, DESCRIPTIONS[path], headers)
+            there = await self._forwarder.call(request.name, path, request, DESCRIPTIONS[path], call.headers)
             if there is None:
                 raise
             return there
         return answer
 
-    async def _watch(self, service: Service, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
+    async def _watch(self, requests: AsyncIterator[Any], call: RpcCall) -> None:
         async for _ in requests:
             sent = 0
             while not self._is_over:
                 changed = self._changed
                 if self.directory_version != sent:
                     sent = self.directory_version
-                    yield _visible(self._forwarder.directory, service)
+                    await call.send(_visible(self._forwarder.directory, call.server))
                 await changed.wait()
             return
 
-    async def _exposition(self, service: Service) -> tuple[bytes, str]:
+    async def _metrics(self, _local: Method, _: Message, call: RpcCall) -> tuple[bytes, str]:
         text: bytes = (await self._agent.ask(METRICS, empty_pb2.Empty(), wrappers_pb2.BytesValue)).value
-        if isinstance(service, LimitedService):
-            text = b"".join(line for line in text.splitlines(keepends=True) if _is_visible(line, service))
+        if not call.server.is_whole:
+            text = b"".join(line for line in text.splitlines(keepends=True) if _is_visible(line, call.server))
         return text, CONTENT_TYPE
 
     def _wake(self) -> None:
@@ -243,23 +236,23 @@ class ClusterService:
         changed.set()
 
 
-def _with_headers(method: StreamMethod, described: Callable[..., Awaitable[Message]], headers: Headers) -> StreamMethod:
-    return replace(method, answer=one_message(partial(described, headers)), with_headers=None)
+async def _only(request: Any) -> AsyncIterator[Any]:
+    yield request
 
 
-def _visible(directory: Directory, service: Service) -> Directory:
+def _visible(directory: Directory, server: ServerView) -> Directory:
     shown = Directory()
     shown.CopyFrom(directory)
     for member in shown.members:
-        names = [name for name in member.models if service.may_see(name)]
+        names = [name for name in member.models if server.may_see(name)]
         del member.models[:]
         member.models.extend(names)
     return shown
 
 
-def _is_visible(line: bytes, service: Service) -> bool:
+def _is_visible(line: bytes, server: ServerView) -> bool:
     found = OF_MODEL.search(line)
-    return found is None or service.may_see(found[1].decode("unicode_escape"))
+    return found is None or server.may_see(found[1].decode("unicode_escape"))
 
 
 class ClusterMember(Membership):
@@ -277,21 +270,25 @@ class ClusterMember(Membership):
         self._socket = MemberSocket(self._folder, SOCKET)
         self._listing: asyncio.Task[None] | None = None
         self._sizes: dict[Model, int] = {}
-        core.figures.readings[Reading.PROCESSES] = lambda: 1  # summed over the members
-        core.figures.readings[Reading.FORWARDED] = lambda: self._forwarder.forwarded
+        # Summed over the members.
+        core.figures.gauge("halfserve_processes", "Server processes that serve together now", lambda: 1)
+        core.figures.counter(
+            "halfserve_requests_forwarded_total",
+            "Requests passed on to members that serve the model",
+            lambda: self._forwarder.forwarded,
+        )
 
     async def join(self, service: Service) -> None:
         """Listen for the agent, and have the service answer for the cluster; see `Membership.join`."""
         own = Service(self._core, server_version=service.server_version, beside=service)
-        own.streams[STATE] = StreamMethod(empty_pb2.Empty, one_message(self._state))
-        own.streams[PUBLISH] = StreamMethod(Directory, one_message(self._cluster.publish), is_large=True)
-        own.unary[TRACE_SETTING] = UnaryMethod(pb.TraceSettingRequest, partial(_set_traces, service))
+        own.rpcs[STATE] = Rpc(STATE, empty_pb2.Empty, self._state)
+        own.rpcs[PUBLISH] = Rpc(PUBLISH, Directory, self._cluster.publish, is_large=True)
+        own.rpcs[TRACE_SETTING] = Rpc(TRACE_SETTING, pb.TraceSettingRequest, _set_traces)
         await self._socket.listen(own, self._counters.counters)
         self._measure()
         self._core.on_change(self._measure)
         self._counters.keeper.begin(self._counters.sums)
-        service.spread = self._cluster.spread
-        service.spread(service)
+        self._cluster.spread(service)
         self._listing = asyncio.create_task(self._list_models())
 
     def retire(self) -> None:
@@ -310,7 +307,7 @@ class ClusterMember(Membership):
     def _measure(self) -> None:
         self._sizes = {model: self._sizes.get(model) or _size(model) for model in self._core.models()}
 
-    async def _state(self, _: Any) -> MemberState:
+    async def _state(self, _: Message, _call: RpcCall) -> MemberState:
         core = self._core
         state = MemberState(
             is_ready=core.is_ready,
@@ -334,10 +331,10 @@ class ClusterMember(Membership):
             await asyncio.sleep(LIST_S)
 
 
-def _set_traces(service: Service, request: pb.TraceSettingRequest) -> Message:
+async def _set_traces(request: pb.TraceSettingRequest, call: RpcCall) -> Message:
     """Apply a setting of the cluster; its model may not be served here yet, or only by other members."""
     changes = {name: list(setting.value) for name, setting in request.settings.items()}
-    service.observability.update_traces(request.model_name, changes)
+    call.server.observability.update_traces(request.model_name, changes)
     return pb.TraceSettingResponse()
 
 

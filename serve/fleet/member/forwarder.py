@@ -20,14 +20,15 @@ from google.protobuf.message import Message
 
 from halfserve.protos.cluster_pb2 import Directory, Member
 from halfserve.protos.inference_pb2 import ModelConfigRequest, ModelConfigResponse, ModelStreamInferResponse
+from halfserve.protos.request_parameters import SEQUENCE_ID
 from halfserve.serve.engine.errors import InferenceError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.fleet.member.member_socket import CHANNEL_OPTIONS, answered_error, has_answered
 from halfserve.serve.protocol.inference import Cancel, Inference, ManyReplies, Reply
 from halfserve.serve.protocol.inference_stream import IS_FINAL, STATUS
 from halfserve.serve.protocol.messages import parse_request
-from halfserve.serve.protocol.request_cache import SEQUENCE_ID
-from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE, Headers, Service
+from halfserve.serve.protocol.rpc import Headers
+from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE, Service
 from halfserve.serve.protocol.status import RETRY_HINT, error_of
 from halfserve.serve.security.tls import ServerTls
 from halfserve.serve.transports.listener import LogThrottle

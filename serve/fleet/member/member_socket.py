@@ -20,8 +20,8 @@ from google.protobuf.message import Message
 
 from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError, NotFoundError, UnavailableError
 from halfserve.serve.fleet.member.member_counters import MemberCounters
-from halfserve.serve.protocol.rpcs import one_message
-from halfserve.serve.protocol.service import Service, StreamMethod
+from halfserve.serve.protocol.rpc import Rpc, RpcCall
+from halfserve.serve.protocol.service import Service
 from halfserve.serve.protocol.status import RETRY_HINT, error_of
 from halfserve.serve.security.memory_budget import MemoryBudget
 from halfserve.serve.security.security import PortSecurity
@@ -59,10 +59,10 @@ class MemberSocket:
             BindError: the folder is not writable.
         """
 
-        async def read(_: Message) -> Message:
+        async def read(_: Message, _call: RpcCall) -> Message:
             return wrappers_pb2.BytesValue(value=(await counters()).to_bytes())
 
-        own.streams[READ_COUNTERS] = StreamMethod(empty_pb2.Empty, one_message(read))
+        own.rpcs[READ_COUNTERS] = Rpc(READ_COUNTERS, empty_pb2.Empty, read)
         # Bound under another name first: until it listens, it would look abandoned.
         hidden = self._path.with_suffix(".new")
         opened = listen(Address("", 0, "TMPDIR", hidden))

@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Container, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,28 +24,22 @@ from grpc_health.v1 import health_pb2
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import InferenceError, RegionInUseError
-from halfserve.serve.fleet.member.kept_counters import CounterFolder
 from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, merge_metrics
 from halfserve.serve.fleet.member.member_socket import READ_COUNTERS, Siblings, process, raise_first
 from halfserve.serve.fleet.member.shared_rpcs import (
     COMMANDS,
-    CUDA_REGISTER,
     INDEX,
     MODEL,
     READY,
     STATISTICS,
-    SYSTEM_REGISTER,
     Command,
-    Local,
-    answer_for_all,
     finished,
-    local_method,
     merge_index,
-    request_class,
 )
 from halfserve.serve.observability.metrics import CONTENT_TYPE, MetricTexts
-from halfserve.serve.protocol.rpcs import Health
-from halfserve.serve.protocol.service import SERVICE, Service
+from halfserve.serve.protocol.rpc import Method, Rpc, RpcCall
+from halfserve.serve.protocol.rpcs import Health, model_ready
+from halfserve.serve.protocol.service import METRICS, SERVICE, rpc_table
 
 HealthResponse = health_pb2.HealthCheckResponse
 RETRY_S = 0.01  # polled, because a thread that blocks on the lock could not be cancelled
@@ -135,45 +129,44 @@ class Journal:
 
 
 class ProcessService:
-    """Makes services answer for all members. Lives on the event loop.
+    """Layer around the RPCs that answers for all members. Lives on the event loop.
 
     Attributes:
         journal: commands for processes that join later.
     """
 
-    def __init__(self, siblings: Siblings, left: CounterFolder, journal: Journal) -> None:
+    def __init__(self, siblings: Siblings, journal: Journal) -> None:
         self._siblings = siblings
-        self._left = left
         self.journal = journal
         self._tasks: set[asyncio.Task[Any]] = set()
-
-    def spread(self, service: Service) -> None:
-        """Have a service answer for all members."""
-        registers = {
-            path: (request_class(service, path), local_method(service, path)) for path in (SYSTEM_REGISTER, CUDA_REGISTER)
+        self._answers: dict[str, Callable[[Method, Any, RpcCall], Awaitable[Any]]] = {
+            STATISTICS: self._statistics,
+            INDEX: self._index,
+            READY: self._model_ready,
+            Health.CHECK_PATH: self._check_health,
+            METRICS.path: self._metrics,
         }
-        for path, command in COMMANDS.items():
-            work = partial(self._unregister, *registers[command.undoes]) if command.undoes else self._carry_out
-            answer_for_all(service, path, partial(self._finished, partial(work, path, command)))
-        answer_for_all(service, STATISTICS, self._statistics)
-        answer_for_all(service, INDEX, self._index)
-        ready = local_method(service, READY)
-        answer_for_all(service, READY, self._model_ready)
-        answer_for_all(service, Health.CHECK_PATH, partial(self._check_health, ready))
-        service.exposition = partial(self._exposition, service)
 
-    async def _finished(
-        self, work: Callable[[Local, Any], Coroutine[Any, Any, Message]], local: Local, request: Any
-    ) -> Message:
-        return await finished(work(local, request), self._tasks)
+    def layer(self, rpc: Rpc, method: Method) -> Method:
+        """Return the method that answers for all members, where all are concerned."""
+        command = COMMANDS.get(rpc.path)
+        if command is not None:
+            work = self._unregister if command.undoes else self._carry_out
 
-    async def _carry_out(self, path: str, command: Command, local: Local, request: Any) -> Message:
+            async def to_its_end(request: Any, call: RpcCall) -> Message:
+                return await finished(work(rpc.path, command, method, request, call), self._tasks)
+
+            return to_its_end
+        answer = self._answers.get(rpc.path)
+        return method if answer is None else partial(answer, method)
+
+    async def _carry_out(self, path: str, command: Command, local: Method, request: Any, call: RpcCall) -> Message:
         targets = list(command.targets(request))
         if not targets:
-            asked: Message = await local(request)
+            asked: Message = await local(request, call)
             return asked
         async with self.journal.turn(command.turn):
-            answer: Message = await local(request)
+            answer: Message = await local(request, call)
             begun = []
             for kind, name, one in targets:  # on a thread, as a load request may contain a model's files
                 begun.append(await asyncio.to_thread(self.journal.begin, kind, name, path, one.SerializeToString()))
@@ -183,28 +176,20 @@ class ProcessService:
         raise_first(answers)
         return answer
 
-    async def _unregister(
-        self,
-        registration: type[Message],
-        register: Local,
-        path: str,
-        command: Command,
-        local: Local,
-        request: Any,
-    ) -> Message:
-        """Take back what `register` has done, each region at all members or at none: a member refuses one that it uses."""
-        registers, refusals = COMMANDS[command.undoes], list[str]()
+    async def _unregister(self, path: str, command: Command, local: Method, request: Any, call: RpcCall) -> Message:
+        """Take back registrations, each region at all members or at none: a member refuses one that it uses."""
+        registers, register, refusals = COMMANDS[command.undoes], rpc_table()[command.undoes], list[str]()
         async with self.journal.turn(command.turn):
             for entry in self.journal.entries():
                 if entry.path != command.undoes:
                     continue
-                region = registration.FromString(entry.request)
+                region = register.request.FromString(entry.request)
                 ((kind, name, _whole),) = registers.targets(region)
                 if request.name not in {"", name}:
                     continue
                 one = type(request)(name=name)
                 try:
-                    await local(one)
+                    await local(one, call)
                 except RegionInUseError as error:
                     refusals.append(str(error))
                     continue
@@ -217,47 +202,42 @@ class ProcessService:
                 # Those that still have it refuse that.
                 await self._siblings.ask(command.undoes, region, registers.answer, timeout_s=registers.timeout_s)
                 with contextlib.suppress(InferenceError):  # its memory is gone
-                    await register(region)
+                    await register.method(region, call)
         if refusals:
             raise RegionInUseError("; ".join(refusals))
         return command.answer()
 
-    async def _statistics(self, local: Local, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
-        answer: pb.ModelStatisticsResponse = await local(request)
-        living, ended = await self._left.with_ended(
-            partial(self._siblings.query, STATISTICS, request, pb.ModelStatisticsResponse)
-        )
-        add_statistics(answer, [*living, *(one.statistics for one in ended)])
+    async def _statistics(self, local: Method, request: pb.ModelStatisticsRequest, call: RpcCall) -> pb.ModelStatisticsResponse:
+        answer: pb.ModelStatisticsResponse = await local(request, call)
+        others = await self._siblings.query(STATISTICS, request, pb.ModelStatisticsResponse)
+        add_statistics(answer, others.values())
         return answer
 
-    async def _index(self, local: Local, request: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
+    async def _index(self, local: Method, request: pb.RepositoryIndexRequest, call: RpcCall) -> pb.RepositoryIndexResponse:
         whole = pb.RepositoryIndexRequest(repository_name=request.repository_name)
-        answer: pb.RepositoryIndexResponse = await local(whole)
+        answer: pb.RepositoryIndexResponse = await local(whole, call)
         others = await self._siblings.query(INDEX, whole, pb.RepositoryIndexResponse)
         return merge_index(answer, {process(name): one for name, one in others.items()}, ready=request.ready)
 
-    async def _model_ready(self, local: Local, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
-        answer: pb.ModelReadyResponse = await local(request)
+    async def _model_ready(self, local: Method, request: pb.ModelReadyRequest, call: RpcCall) -> pb.ModelReadyResponse:
+        answer: pb.ModelReadyResponse = await local(request, call)
         if answer.ready:
             others = await self._siblings.ask(READY, request, pb.ModelReadyResponse)
             answer.ready = all(not isinstance(one, InferenceError) and one.ready for one in others.values())
         return answer
 
-    async def _check_health(self, ready: Local, local: Local, request: health_pb2.HealthCheckRequest) -> Message:
-        answer: Message = await local(request)
+    async def _check_health(self, local: Method, request: health_pb2.HealthCheckRequest, call: RpcCall) -> Message:
+        answer: Message = await local(request, call)
         if request.service in {"", SERVICE} or answer.status != HealthResponse.SERVING:  # type: ignore[attr-defined]  # grpc_health ships no types
             return answer  # the server as a whole is as ready as this member
-        everywhere = await self._model_ready(ready, pb.ModelReadyRequest(name=request.service))
+        everywhere = await self._model_ready(model_ready, pb.ModelReadyRequest(name=request.service), call)
         return HealthResponse(status=HealthResponse.SERVING if everywhere.ready else HealthResponse.NOT_SERVING)  # type: ignore[no-any-return]  # as above
 
-    async def _exposition(self, service: Service) -> tuple[bytes, str]:
-        own = await MemberCounters.of(service.core)
-        living, ended = await self._left.with_ended(
-            partial(self._siblings.query, READ_COUNTERS, empty_pb2.Empty(), wrappers_pb2.BytesValue)
-        )
-        others = [*(MemberCounters.from_bytes(one.value) for one in living), *ended]
+    async def _metrics(self, _local: Method, _: Message, call: RpcCall) -> tuple[bytes, str]:
+        own = await MemberCounters.of(call.server.core)
+        others = await self._siblings.query(READ_COUNTERS, empty_pb2.Empty(), wrappers_pb2.BytesValue)
         texts = MetricTexts()
-        texts.add(merge_metrics(own.metrics, (one.metrics for one in others)))
+        texts.add(merge_metrics(own.metrics, (MemberCounters.from_bytes(one.value).metrics for one in others.values())))
         return texts.joined(), CONTENT_TYPE
 
 

@@ -1,9 +1,9 @@
-"""RPCs that concern all members: what each changes, and how a service that answers for all replaces its own methods."""
+"""RPCs that concern all members: what each changes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -12,11 +12,9 @@ from google.protobuf.message import Message
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.model import VersionState
-from halfserve.serve.protocol.rpcs import one_message
-from halfserve.serve.protocol.service import SERVICE, Service, StreamMethod
+from halfserve.serve.protocol.service import SERVICE
 
 T = TypeVar("T")
-Local = Callable[[Any], Awaitable[Any]]
 MODEL = "model"  # kind of the target of loads and unloads
 MODELS_TURN, SETTINGS_TURN = "models", "settings"
 Target = tuple[str, str, Message]  # kind and name of what a command changes, such as a model, and the command for it alone
@@ -81,46 +79,6 @@ Index = pb.RepositoryIndexResponse.ModelIndex
 Versions = dict[tuple[str, str], Index]
 METRICS = "/halfserve.Cluster/Metrics"  # asks the controller for the metrics of all members
 STATISTICS, INDEX, READY = (f"/{SERVICE}/{name}" for name in ("ModelStatistics", "RepositoryIndex", "ModelReady"))
-
-
-def answer_for_all(service: Service, path: str, answer: Callable[[Local, Any], Awaitable[Message]]) -> None:
-    """Replace a method by `answer`, which gets the service's own method and the request.
-
-    The method becomes a stream with one message each way, because other members take time; the wire format is the same.
-    """
-    request, is_large = request_class(service, path), path in service.streams and service.streams[path].is_large
-    whole = one_message(partial(answer, local_method(service, path)))
-    service.unary.pop(path, None)
-    service.streams[path] = StreamMethod(request, whole, is_large=is_large)
-
-
-def request_class(service: Service, path: str) -> type[Message]:
-    """Class of a method's requests."""
-    method = service.unary.get(path) or service.streams[path]
-    return method.request
-
-
-def local_method(service: Service, path: str) -> Local:
-    """The service's current implementation of a method with one message each way."""
-    unary = service.unary.get(path)
-    if unary is not None:
-        answer = unary.answer
-
-        async def at_once(request: Any) -> Message:
-            return answer(request)
-
-        return at_once
-    stream = service.streams[path].answer
-
-    async def in_time(request: Any) -> Message:
-        return await anext(stream(only(request)))
-
-    return in_time
-
-
-async def only(request: Any) -> AsyncIterator[Any]:
-    """Yield a single request as a stream."""
-    yield request
 
 
 def worst(states: Iterable[tuple[str, str]]) -> tuple[str, str]:

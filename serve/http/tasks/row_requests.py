@@ -15,7 +15,7 @@ from halfserve.protos.inference_pb2 import ModelInferResponse
 from halfserve.serve.engine.errors import BackendError, InferenceError, QueueFullError, UnavailableError
 from halfserve.serve.http.guards import client_of
 from halfserve.serve.http.request_body import RequestMemory, answered_or_gone
-from halfserve.serve.protocol.inference import AnyInference, Cancel
+from halfserve.serve.protocol.inference import Cancel, InferenceEntry
 from halfserve.serve.transports.task_turns import task_turns
 
 R = TypeVar("R")
@@ -42,7 +42,7 @@ class RowRequests(Generic[R]):
 
     def __init__(
         self,
-        entry: AnyInference,
+        entry: InferenceEntry,
         maker: MessageMaker[R],
         rows: Sequence[R],
         at_once: int,

@@ -10,22 +10,15 @@ from functools import partial
 from ngh2 import Header
 
 from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError, InvalidArgumentError, UnsupportedError
-from halfserve.serve.protocol.inference import (
-    AnyInference,
-    Cancel,
-    InferenceEntry,
-    ObservedInference,
-    OutcomeListener,
-    WatchableInference,
-)
+from halfserve.serve.protocol.inference import Cancel, InferenceEntry
 from halfserve.serve.protocol.inference_stream import ENDS_WITH_ERROR
 from halfserve.serve.protocol.messages import parse
-from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, UnaryMethod
+from halfserve.serve.protocol.rpc import Rpc, RpcCall, layered
+from halfserve.serve.protocol.service import INFER_PATH, INFERENCE_PATHS, Service
 from halfserve.serve.protocol.status import status_of
-from halfserve.serve.security.gate import AccessGrant, Gate, client_name
-from halfserve.serve.security.memory_budget import MemoryShare
+from halfserve.serve.security.client_limits import network_of
+from halfserve.serve.security.gate import AccessGrant, Gate
 from halfserve.serve.transports.grpc_framing import MessageReader, sole_message, timeout_seconds
-from halfserve.serve.transports.nghttp2.pending_requests import Call
 from halfserve.serve.transports.nghttp2.session import LARGE_BYTES, GrpcSession, OpenCall
 from halfserve.serve.transports.nghttp2.streams import InferStreamCall, StreamCall
 
@@ -111,6 +104,12 @@ class _OneMessageCall:
     def _answer(self, message: bytes | memoryview) -> None:
         raise NotImplementedError
 
+    def _hold(self, message: bytes | memoryview) -> None:
+        """Count the memory of a large request. Raises RateLimitedError: there is no room for it."""
+        if len(message) > LARGE_BYTES:
+            self._session.check_room(self._stream)
+            self._session.hold(self._stream, len(message), is_last=True)
+
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, InferenceError):
             logger.error("a call failed", exc_info=error)
@@ -121,20 +120,18 @@ class _OneMessageCall:
 class InferCall(_OneMessageCall):
     """ModelInfer: queued, and answered after its batch."""
 
-    __slots__ = ("_cancel", "_deadline_s", "_inference", "_outcomes")
+    __slots__ = ("_cancel", "_deadline_s", "_inference")
 
     def __init__(
         self,
-        session: GrpcSession,
-        stream: int,
         encoding: bytes | None,
         inference: InferenceEntry,
-        outcomes: OutcomeListener,
         time_left_s: float | None,
+        session: GrpcSession,
+        stream: int,
     ) -> None:
         super().__init__(session, stream, encoding)
         self._inference = inference
-        self._outcomes = outcomes
         self._deadline_s = None if time_left_s is None else session.heard_s + time_left_s
         self._cancel: Cancel | None = None
 
@@ -146,12 +143,10 @@ class InferCall(_OneMessageCall):
         cancel, self._cancel = self._cancel, None  # breaks a reference cycle
         if cancel is not None:
             cancel()
-            self._outcomes.gone(bytes(self._message or b""))
+            self._inference.gone(bytes(self._message or b""))
 
     def _answer(self, message: bytes | memoryview) -> None:
-        if len(message) > LARGE_BYTES:
-            self._session.check_room(self._stream)
-            self._session.hold(self._stream, len(message), is_last=True)
+        self._hold(message)
         deadline_s = self._deadline_s
         time_left_s = None if deadline_s is None else deadline_s - self._session.heard_s  # the message may have arrived slowly
         self._cancel = self._inference.infer(message, time_left_s, self._reply)
@@ -164,165 +159,104 @@ class InferCall(_OneMessageCall):
             self._session.answer(self._stream, result)
 
     def _fail(self, error: Exception) -> None:
-        self._outcomes.failed(bytes(self._message or b""), error)
+        self._inference.failed(bytes(self._message or b""), error)
         super()._fail(error)
 
 
 class MethodCall(_OneMessageCall):
-    """Any other unary method, answered at once."""
+    """Any other RPC with one message each way, as a task."""
 
-    __slots__ = ("_method",)
-
-    def __init__(self, session: GrpcSession, stream: int, encoding: bytes | None, method: UnaryMethod) -> None:
-        super().__init__(session, stream, encoding)
-        self._method = method
-
-    def _answer(self, message: bytes | memoryview) -> None:
-        answer = self._method.answer(parse(self._method.request, bytes(message)))
-        self._session.answer(self._stream, answer.SerializeToString())
-
-
-class Calls:
-    def __init__(self, service: Service, gate: Gate | None = None) -> None:
-        self._service = service
-        self._gate = gate
-        self._infer = INFER_PATH.encode()
-        self._infer_stream = INFER_STREAM_PATH.encode()
-
-    def route(self, fields: Sequence[Header], share: MemoryShare) -> OpenCall:
-        """The opener of calls with these headers; a refused call opens only to end.
-
-        Args:
-            fields: the headers of a call.
-            share: share of the memory budget; trusted once the connection has shown a token, or if none is required.
-        """
-        headers = dict(fields)
-        if self._gate is None:
-            share.trust()
-            return self._open(headers, None)
-        try:
-            given = self._gate.admit_method(headers.get(b":path", b"").decode("latin-1"), fields)
-        except InferenceError as error:
-            return partial(RefusedCall, error=error)
-        if given.is_trusted:
-            share.trust()
-        open_call = self._open(headers, given)
-        if isinstance(open_call, _InferOpener) or not given.is_counted:
-            return open_call
-        return partial(_counted, given, open_call)
-
-    def _open(self, headers: dict[bytes, bytes], given: AccessGrant | None) -> OpenCall:
-        service = self._service if given is None or given.sees_all else given.service(self._service)
-        path = headers.get(b":path", b"")
-        encoding = headers.get(b"grpc-encoding")
-        try:
-            time_left = timeout_seconds(headers.get(b"grpc-timeout"))
-        except InferenceError as error:
-            return partial(RefusedCall, error=error)
-        if path == self._infer:
-            return _UnaryInferOpener(service, headers, encoding, time_left, given)
-        if path == self._infer_stream:
-            return _StreamInferOpener(service, headers, encoding, time_left, given)
-        name = path.decode("ascii", "replace")
-        unary = service.unary.get(name)
-        if unary is not None:
-            return partial(MethodCall, encoding=encoding, method=unary if given is None else given.unary(unary))
-        method = service.streams.get(name)
-        if method is not None:
-            if method.with_headers is not None:
-                method = method.with_headers(headers)
-            method = method if given is None else given.stream(method)
-            return partial(StreamCall, encoding=encoding, method=method, time_left_s=time_left)
-        return partial(RefusedCall, error=UnsupportedError(f"{name} is not served here; server reflection lists what is"))
-
-
-class _InferOpener:
-    """Opens inference calls with one list of headers on one connection."""
-
-    __slots__ = (
-        "_encoding",
-        "_given",
-        "_headers",
-        "_holder",
-        "_observability",
-        "_observed",
-        "_plain",
-        "_service",
-        "_time_left_s",
-    )
+    __slots__ = ("_call", "_deadline_s", "_rpc", "_task")
 
     def __init__(
         self,
-        service: Service,
-        headers: dict[bytes, bytes],
+        session: GrpcSession,
+        stream: int,
         encoding: bytes | None,
+        rpc: Rpc,
+        call: RpcCall,
         time_left_s: float | None,
-        given: AccessGrant | None,
     ) -> None:
-        self._plain: WatchableInference | None = None  # made with the first call, as the peer is not known before
-        self._observed: ObservedInference | None = None
-        self._observability = service.observability
+        super().__init__(session, stream, encoding)
+        self._rpc = rpc
+        self._call = call
+        self._deadline_s = None if time_left_s is None else session.heard_s + time_left_s
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def _max_bytes(self) -> int:
+        limits = self._session.limits
+        return limits.max_message_bytes if self._rpc.is_large else limits.max_small_message_bytes
+
+    def gone(self) -> None:
+        task, self._task = self._task, None  # breaks a reference cycle: its exception refers to frames that refer to this call
+        if task is not None:
+            task.cancel()
+
+    def _answer(self, message: bytes | memoryview) -> None:
+        self._hold(message)
+        self._task = asyncio.get_running_loop().create_task(self._run(bytes(message)))
+
+    async def _run(self, message: bytes) -> None:
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                response = await self._rpc.method(parse(self._rpc.request, message), self._call)
+            self._session.answer(self._stream, response.SerializeToString())
+        except asyncio.CancelledError:
+            raise
+        except TimeoutError:
+            self._fail(DeadlineExceededError("the call's deadline has passed"))
+        except Exception as error:  # noqa: BLE001  (any failure ends this call with a status)
+            self._fail(error)
+
+
+class Calls:
+    """The calls that one port serves."""
+
+    def __init__(self, service: Service, gate: Gate | None = None) -> None:
         self._service = service
-        self._headers = headers
-        self._encoding = encoding
-        self._time_left_s = time_left_s
-        self._given = given  # permissions
-        self._holder = "" if given is None else given.holder
+        self._gate = gate
+        self._rpcs = service.rpcs if gate is None else {path: layered(rpc, gate.layer) for path, rpc in service.rpcs.items()}
 
-    def __call__(self, session: GrpcSession, stream: int) -> Call:
-        raise NotImplementedError
+    def route(self, fields: Sequence[Header], session: GrpcSession) -> OpenCall:
+        """Return the opener of a connection's calls with these headers; a refused call opens only to end.
 
-    def _opened(self, session: GrpcSession) -> WatchableInference:
-        """Make the entry for the requests of this client, with its permissions applied to each."""
-        service, given, peer = self._service, self._given, session.peer
-        plain = service.inference_of(self._headers, service.forwarded.grpc, partial(client_name, given, peer))
-        self._plain = plain = plain if given is None else given.inference(plain, peer)
-        return plain
-
-
-class _UnaryInferOpener(_InferOpener):
-    """Opens unary calls. Unobserved requests are filtered here, before any object is made for them."""
-
-    __slots__ = ()
-
-    def __call__(self, session: GrpcSession, stream: int) -> Call:
-        plain, encoding, time_left_s = self._plain, self._encoding, self._time_left_s
-        if plain is None:
-            plain = self._opened(session)
-        observer = self._observability.observer  # may change during a connection
-        if observer is None:
-            return InferCall(session, stream, encoding, plain, plain, time_left_s)
-        observed = self._observed
-        if observed is None:
-            observed = self._observed = ObservedInference(plain, observer, session.peer, self._headers, self._holder)
-        # As in `ObservedInference.infer`; the call alone would cost 0.1 us a request.
-        observer.until -= 1
-        if observer.until and (observer.tracer is None or not observed.has_parent):
-            return InferCall(session, stream, encoding, plain, observed, time_left_s)
-        return InferCall(session, stream, encoding, observed.chosen(), observed, time_left_s)
-
-
-class _StreamInferOpener(_InferOpener):
-    __slots__ = ()
-
-    def __call__(self, session: GrpcSession, stream: int) -> Call:
-        plain = self._plain or self._opened(session)
-        observer = self._observability.observer
-        inference: AnyInference = plain
-        if observer is not None:
-            inference = ObservedInference(plain, observer, session.peer, self._headers, self._holder)
-        name, value = ENDS_WITH_ERROR
-        ends = self._headers.get(name) == value
-        return InferStreamCall(session, stream, self._encoding, inference, self._time_left_s, ends_with_error=ends)
-
-
-def _counted(given: AccessGrant, open_call: OpenCall, session: GrpcSession, stream: int) -> Call:
-    """Open a call unless its client exceeds its rate limit."""
-    try:
-        given.charge(session.peer)
-    except InferenceError as error:
-        return RefusedCall(session, stream, error)
-    return open_call(session, stream)
+        The connection's memory is trusted once it has shown a token, or if none is required.
+        """
+        headers = dict(fields)
+        path = headers.get(b":path", b"").decode("ascii", "replace")
+        grant: AccessGrant | None = None
+        try:
+            if self._gate is not None:
+                grant = self._gate.admit_call(self._rpcs, path, fields)
+            if grant is None or grant.is_trusted:
+                session.share.trust()
+            time_left_s = timeout_seconds(headers.get(b"grpc-timeout"))
+        except InferenceError as error:
+            return partial(RefusedCall, error=error)
+        service = self._service if grant is None else grant.service(self._service)
+        call = RpcCall(server=service, peer=session.peer, headers=headers, grant=grant)
+        encoding = headers.get(b"grpc-encoding")
+        if path in INFERENCE_PATHS:
+            if grant is None:
+                inference: InferenceEntry = service.inference_of(call.peer, headers, "", partial(network_of, call.peer))
+            else:
+                inference = grant.inference_of(service, call)
+            if path == INFER_PATH:  # by position, as this is faster
+                return partial(InferCall, encoding, inference, time_left_s)
+            name, value = ENDS_WITH_ERROR
+            return partial(
+                InferStreamCall,
+                encoding=encoding,
+                inference=inference,
+                time_left_s=time_left_s,
+                ends_with_error=headers.get(name) == value,
+            )
+        rpc = self._rpcs.get(path)
+        if rpc is None:
+            return partial(RefusedCall, error=UnsupportedError(f"{path} is not served here; server reflection lists what is"))
+        opens: type[MethodCall | StreamCall] = StreamCall if rpc.is_stream else MethodCall
+        return partial(opens, encoding=encoding, rpc=rpc, call=call, time_left_s=time_left_s)
 
 
 class RefusedCall:

@@ -31,7 +31,7 @@ from ngh2.exceptions import ConnectionClosingError, ConnectionStateError, Denial
 
 from halfserve.serve.engine.errors import InvalidArgumentError, RateLimitedError
 from halfserve.serve.protocol.status import Status, status_of
-from halfserve.serve.security.memory_budget import MemoryBudget, MemoryShare
+from halfserve.serve.security.memory_budget import MemoryBudget
 from halfserve.serve.transports.grpc_framing import (
     LARGE_MESSAGE_BYTES,
     OK_TRAILERS,
@@ -67,7 +67,7 @@ CANNOT_BE_ANSWERED: Final = (StreamProtocolError, *AT_ITS_END)
 
 Asked = ParamSpec("Asked")
 OpenCall = Callable[["GrpcSession", int], Call]
-Route = Callable[[Sequence[Header], MemoryShare], OpenCall]
+Route = Callable[[Sequence[Header], "GrpcSession"], OpenCall]
 
 
 def unless_ended(ask: Callable[Asked, None]) -> Callable[Asked, None]:
@@ -318,7 +318,7 @@ class GrpcSession(ABC):
                     self._too_much()
                 return
             was_known = self.share.is_known
-            open_call = self._route(headers, self.share)
+            open_call = self._route(headers, self)
             if self.share.is_known and not was_known:
                 self._windows.open(min(self.limits.connection_window_bytes, self.share.window_bytes))
             self._headers, self._open_call = headers, open_call

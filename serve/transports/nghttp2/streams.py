@@ -9,14 +9,15 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 
 from google.protobuf.message import Message
 
 from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError
-from halfserve.serve.protocol.inference import AnyInference
+from halfserve.serve.protocol.inference import InferenceEntry
 from halfserve.serve.protocol.inference_stream import InferenceStream
 from halfserve.serve.protocol.messages import parse
-from halfserve.serve.protocol.service import StreamMethod
+from halfserve.serve.protocol.rpc import Rpc, RpcCall
 from halfserve.serve.protocol.status import status_of
 from halfserve.serve.transports.grpc_framing import MessageReader
 from halfserve.serve.transports.nghttp2.session import LARGE_BYTES, STREAM_BYTES, GrpcSession
@@ -70,7 +71,7 @@ class InferStreamCall(_Stream):
         session: GrpcSession,
         stream: int,
         encoding: bytes | None,
-        inference: AnyInference,
+        inference: InferenceEntry,
         time_left_s: float | None,
         *,
         ends_with_error: bool = False,
@@ -232,15 +233,14 @@ class StreamCall(_Stream):
     """Any other streaming method, as a task."""
 
     def __init__(
-        self, session: GrpcSession, stream: int, encoding: bytes | None, method: StreamMethod, time_left_s: float | None
+        self, session: GrpcSession, stream: int, encoding: bytes | None, rpc: Rpc, call: RpcCall, time_left_s: float | None
     ) -> None:
-        limits = session.limits
-        super().__init__(
-            session, stream, encoding, limits.max_message_bytes if method.is_large else limits.max_small_message_bytes
-        )
-        self._method = method
+        super().__init__(session, stream, encoding, session.limits.max_small_message_bytes)
+        self._rpc = rpc
         self._arrived = asyncio.Event()
-        self._task: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(self._run(time_left_s))
+        self._task: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(
+            self._run(replace(call, send=self._send), time_left_s)
+        )
 
     def receive(self, data: bytes) -> int:
         """Queue received bytes; they are acknowledged at once only inside an incomplete message."""
@@ -268,16 +268,10 @@ class StreamCall(_Stream):
         if task is not None:
             task.cancel()
 
-    async def _run(self, time_left_s: float | None) -> None:
+    async def _run(self, call: RpcCall, time_left_s: float | None) -> None:
         try:
             async with asyncio.timeout(time_left_s):
-                async for response in self._method.answer(self._requests()):
-                    self._begin()
-                    self._session.send(self._stream, response.SerializeToString())
-                    if self._session.is_behind(self._stream):
-                        caught_up = asyncio.Event()
-                        self._session.when_read(self._stream, caught_up.set)
-                        await caught_up.wait()
+                await self._rpc.method(self._requests(), call)
         except asyncio.CancelledError:
             raise
         except TimeoutError:
@@ -288,13 +282,21 @@ class StreamCall(_Stream):
             self._begin()
             self._session.finish(self._stream, ended=self._ended)
 
+    async def _send(self, response: Message) -> None:
+        self._begin()
+        self._session.send(self._stream, response.SerializeToString())
+        if self._session.is_behind(self._stream):
+            caught_up = asyncio.Event()
+            self._session.when_read(self._stream, caught_up.set)
+            await caught_up.wait()
+
     async def _requests(self) -> AsyncIterator[Message]:
         while True:
             while self._pieces:
                 for message in self._reader.feed(self._pieces.popleft()):
                     await self._wait_for_turn()
                     self._session.quota.spend(len(message))
-                    yield parse(self._method.request, message)
+                    yield parse(self._rpc.request, message)
             self._session.give_back(self._stream, self._withheld)
             self._withheld = 0
             if self._ended:

@@ -357,7 +357,7 @@ def test_programs_on_the_cpu_compete_for_the_slots_of_the_server(tmp_path: Path)
         core.slots = ComputeSlots(1)
         model = load_model(files, TorchRuntime(), ON_CPU, Defaults())
         core.replace("m", [model])
-        assert model.batcher._share is not None
+        assert model.batcher._dispatcher.share is not None
         await core.drain()
 
     asyncio.run(scene())

@@ -19,7 +19,7 @@ from halfserve.serve.benchmark import BenchmarkError, bench_command, campaign
 from halfserve.serve.benchmark.bench_command import SAME_S, sigterm_as_interrupt
 from halfserve.serve.benchmark.level import Level
 from halfserve.serve.benchmark.load.spec import INTERRUPTED
-from halfserve.serve.security.roles import Role
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.security.security_options import SecurityOptions
 from halfserve.serve.security.tokens import new_token
 from tests.serve.benchmark.levels import level

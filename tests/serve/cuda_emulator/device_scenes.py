@@ -172,7 +172,7 @@ def test_a_lost_device_leaves_the_other_serving(tmp_path: Path, device: ctypes.C
     with served(tmp_path) as (server, client):
         first, second = instances(server)
         for instance in (first, second):
-            instance.on_lost_device = lost.append
+            instance.recovery.on_lost_device = lost.append
         device.emulated_copy_rate(SLOW)
         device.emulated_fault(1, code)
         ask_many(client, 16)  # those of the lost device are computed by the other one

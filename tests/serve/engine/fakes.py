@@ -11,7 +11,7 @@ import numpy as np
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import ModelInterface
-from halfserve.serve.engine.execution.short_batches import NOTHING_KNOWN
+from halfserve.serve.engine.dispatch.short_batches import NOTHING_KNOWN
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.tensors import Tensors, TensorSpec

@@ -12,7 +12,7 @@ import pytest
 from halfserve.serve.http.guards import BrowserGuard
 from halfserve.serve.http.http_options import HttpOptions, checked_origin
 from halfserve.serve.http.rest_server import RestServer
-from halfserve.serve.security.roles import Role
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.security.security import Security
 from halfserve.serve.security.security_options import SecurityOptions
 from tests.serve.http.running_http import running_http

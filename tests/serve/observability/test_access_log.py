@@ -17,14 +17,11 @@ from tritonclient.utils import InferenceServerException
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import InvalidArgumentError
-from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.model_statistics import BatchTimes, Reading
-from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.observability.access_log import AccessLogger
-from halfserve.serve.observability.observability import Observer
+from halfserve.serve.observability.inference_record import Caller, InferenceRecord
 from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions
-from halfserve.serve.observability.observed_request import Caller, ObservedRequest
 from halfserve.serve.observability.outbox import Outbox
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, SECRET, Serving, index, row
@@ -141,8 +138,10 @@ def test_requests_of_a_stream_have_lines_of_their_own(serving: Serving, tmp_path
 def test_no_line_is_written_while_the_log_is_off(serving: Serving) -> None:
     with serving(ObserveOptions()) as server, triton.InferenceServerClient(server.address) as client:
         client.infer("mlp", row(), client_timeout=CLIENT_TIMEOUT_S)
-        assert server.service.observability.observer is None
-        assert Reading.ACCESS_LOG_DROPPED not in server.core.figures.readings
+        observer = server.service.observability.observer
+        assert observer.log is None
+        assert observer.tracer is None
+        assert "halfserve_access_log_dropped_total" not in server.core.figures.readings
 
 
 def test_a_log_that_cannot_be_written_costs_no_request(
@@ -158,7 +157,7 @@ def test_a_log_that_cannot_be_written_costs_no_request(
         for _ in range(3):
             client.infer("mlp", row(), client_timeout=CLIENT_TIMEOUT_S)
         server.call(server.service.observability.close)
-        assert server.call(server.core.figures.readings[Reading.ACCESS_LOG_DROPPED]) == 3
+        assert server.call(server.core.figures.readings["halfserve_access_log_dropped_total"].read) == 3
     assert "access log: " in caplog.text
     assert "No such file or directory" in caplog.text
 
@@ -174,12 +173,13 @@ class Lines(list[str]):
         """Nothing is handed over."""
 
 
-def exchange_of(model: Model, request_id: bytes, caller: Caller) -> ObservedRequest:
+def record_of(model: Model, request_id: bytes, caller: Caller) -> InferenceRecord:
     """Of a request that has been answered, but for the log."""
-    exchange = ObservedRequest(Observer(InferenceCore([]), str), caller)
-    exchange.expect(5, lambda _: None)
-    exchange.taken(model, request_id, InferRequest({}, (), 1, None, None, lambda _: None, arrived_ns=0))
-    return exchange
+    record = InferenceRecord()
+    record.caller, record.model, record.request_id = caller, model, request_id
+    record.rows, record.request_bytes, record.arrived_ns = 1, 5, 0
+    record.is_logged, record.trace = True, None
+    return record
 
 
 def test_a_single_line_does_not_wait_for_others() -> None:
@@ -189,7 +189,7 @@ def test_a_single_line_does_not_wait_for_others() -> None:
 
     async def log() -> bool:
         outbox: Outbox[str] = Outbox(lambda _: written.set(), name="access log", every_s=0.001)
-        AccessLogger(outbox).answered(exchange_of(model, b"", Caller("here", {})), 7, 3)
+        AccessLogger(outbox).answered(record_of(model, b"", Caller("here", {})), 7, 3)
         was_written = await asyncio.to_thread(written.wait, CLIENT_TIMEOUT_S)
         outbox.close(CLIENT_TIMEOUT_S)
         return was_written
@@ -207,7 +207,7 @@ def test_any_request_makes_a_line_of_json(request_id: bytes, name: str, peer: st
     model = held_model(HeldBackend(), name)
     split = wait_ns + compute_ns
     model.statistics.batch_done(BatchTimes(started=wait_ns, assembled=wait_ns, computed=split, split=split), [0], 1)
-    log.answered(exchange_of(model, request_id, caller), 7, split)
+    log.answered(record_of(model, request_id, caller), 7, split)
     log.failed(caller, (name, name, name), 5, "INTERNAL", InvalidArgumentError(name), wait_ns)
     answered, failed = map(json.loads, lines)  # the answer's was kept back, but comes first
     assert answered["model"] == name

@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import gcd
 from pathlib import Path
 
@@ -20,12 +20,14 @@ from hypothesis import strategies as st
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import FailedPreconditionError
 from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
 from halfserve.serve.observability.access_log import AccessLogger
-from halfserve.serve.observability.observability import Observability, Observer
+from halfserve.serve.observability.inference_record import Caller, InferenceRecord
+from halfserve.serve.observability.observability import Observability
 from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions
-from halfserve.serve.observability.observed_request import Caller, ObservedRequest
+from halfserve.serve.observability.observer import Observer
 from halfserve.serve.observability.outbox import Outbox
-from halfserve.serve.observability.trace_settings import TraceControl, TraceSettings
+from halfserve.serve.observability.trace_settings import TIMESTAMPS, TraceControl, TraceSettings
 from halfserve.serve.observability.tracing import Tracer, TraceRecord
 from halfserve.serve.transports.grpc_framing import frame
 from tests.serve.engine.fakes import HeldBackend, held_model
@@ -45,16 +47,17 @@ async def observe(options: ObserveOptions) -> Observability:
 
 
 @pytest.mark.parametrize("log", AccessLog, ids=str)
-def test_requests_see_an_observer_only_while_something_is_on(log: AccessLog, tmp_path: Path) -> None:
+def test_an_observer_has_listeners_only_while_something_is_on(log: AccessLog, tmp_path: Path) -> None:
     async def run() -> None:
         observability = await observe(ObserveOptions(access_log=log, access_log_file=tmp_path / "access.log"))
-        seen = [observability.observer]
+        observer = observability.observer
+        seen = [observer.log]
         for mode in ("off", "errors"):
             observability.update_logs({"access_log": mode})
-            seen.append(observability.observer)
+            seen.append(observer.log)
         observability.close()
-        seen.append(observability.observer)
-        assert [observer is None for observer in seen] == [log is AccessLog.OFF, True, False, True]
+        seen.append(observer.log)
+        assert [listener is None for listener in seen] == [log is AccessLog.OFF, True, False, True]
 
     asyncio.run(run())
 
@@ -87,31 +90,41 @@ def test_what_is_not_asked_for_is_not_imported() -> None:
     assert done.stdout == "[]\n"
 
 
-async def chosen(log_every: int, trace_every: int, requests: int) -> tuple[list[int], list[int]]:
+async def chosen(model: Model, log_every: int, trace_every: int, requests: int) -> tuple[list[int], list[int]]:
     """The numbers of the requests that are chosen for the log and for traces."""
     lines: Outbox[str] = Outbox(lambda _: None, name="lines")
     traces: Outbox[TraceRecord] = Outbox(lambda _: None, name="traces")
     log = AccessLogger(lines) if log_every else None
-    tracer = Tracer(TraceControl(TraceSettings()), traces) if trace_every else None
+    tracer = Tracer(TraceControl(TraceSettings(levels=(TIMESTAMPS,))), traces) if trace_every else None
     observer = Observer(InferenceCore([]), str)
     observer.listen(log, log_every, tracer, trace_every)
-    logged, traced = [], []
+    logged: list[int] = []
+    traced: list[int] = []
     for number in range(1, requests + 1):
+        record = InferenceRecord()
+        record.caller, record.model, record.is_logged, record.trace = Caller("", {}), model, False, None
         observer.until -= 1
         if not observer.until:
-            exchange = ObservedRequest(observer, Caller("", {}))
-            observer.choose(exchange)
-            logged += [number] if exchange.is_logged else []
-            traced += [number] if exchange.is_trace_due else []
+            observer.select(record)
+        logged += [number] if record.is_logged else []
+        traced += [number] if record.trace is not None else []
     lines.close(1)
     traces.close(1)
     return logged, traced
 
 
+@pytest.fixture(scope="module")
+def model() -> Iterator[Model]:
+    held = held_model(HeldBackend(), "mlp")
+    yield held
+    for worker in held.batcher.instances:
+        worker.stop()
+
+
 @given(periods, periods)
-def test_one_countdown_serves_two_periods(log_every: int, trace_every: int) -> None:
+def test_one_countdown_serves_two_periods(model: Model, log_every: int, trace_every: int) -> None:
     requests = 3 * (log_every * trace_every // gcd(log_every, trace_every) if log_every and trace_every else 12)
-    logged, traced = asyncio.run(chosen(log_every, trace_every, requests))
+    logged, traced = asyncio.run(chosen(model, log_every, trace_every, requests))
     assert logged == [n for n in range(1, requests + 1) if log_every and n % log_every == 0]
     assert traced == [n for n in range(1, requests + 1) if trace_every and n % trace_every == 0]
 

@@ -343,7 +343,9 @@ def test_wrong_changes_are_refused_with_what_was_expected(serving: Serving, chan
     with serving(ObserveOptions()) as server, triton.InferenceServerClient(server.address) as client:
         with pytest.raises(InferenceServerException) as refused:
             change(client)
-        assert server.service.observability.observer is None
+        observer = server.service.observability.observer
+        assert observer.log is None
+        assert observer.tracer is None
     assert refused.value.status() == f"StatusCode.{status}"
     assert text in refused.value.message()
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
 from halfserve.serve.engine.model_statistics import BatchTimes
-from halfserve.serve.observability.observed_request import TraceContext
+from halfserve.serve.observability.inference_record import TraceContext
 from halfserve.serve.observability.span_export import (
     CHUNK,
     SCOPE,

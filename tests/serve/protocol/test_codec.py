@@ -15,8 +15,7 @@ from halfserve.serve.engine.backend import ModelInterface
 from halfserve.serve.engine.errors import InvalidArgumentError, UnsupportedError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.queueing.pace import BatchLimits
-from halfserve.serve.engine.requests import LateInputs
-from halfserve.serve.engine.tensors import TensorSpec
+from halfserve.serve.engine.tensors import LateInputs, TensorSpec
 from halfserve.serve.protocol.codec import decode_inputs, raw_layout, requested_names, special_outputs
 from halfserve.serve.protocol.shared_memory import SharedMemory
 from tests.serve.engine.fakes import HeldBackend

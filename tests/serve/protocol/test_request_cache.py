@@ -11,8 +11,8 @@ from hypothesis.extra import numpy as hnp
 
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from halfserve.serve.engine.errors import InvalidArgumentError
-from halfserve.serve.engine.requests import Answer, BatchOutputs, RawInputs, RemarkedAnswer
-from halfserve.serve.engine.tensors import Array, Tensors
+from halfserve.serve.engine.requests import Answer, BatchOutputs, RemarkedAnswer
+from halfserve.serve.engine.tensors import Array, RawInputs, Tensors
 from halfserve.serve.protocol.codec import RequestedOutput, raw_layout
 from halfserve.serve.protocol.messages import SplitRequest, split_request
 from halfserve.serve.protocol.raw_tensors import to_raw

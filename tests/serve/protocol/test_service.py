@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 import re
+from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf.message import Message
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import (
@@ -18,8 +21,8 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.observability.observe_options import ObserveOptions, TraceLevel
-from halfserve.serve.protocol import service as module
-from halfserve.serve.protocol.rpcs import RepositoryRpcs
+from halfserve.serve.protocol import rpcs as module
+from halfserve.serve.protocol.rpc import RpcCall
 from halfserve.serve.protocol.service import SERVICE, LimitedService, Service
 from halfserve.serve.protocol.status import RETRY_HINT, Status, status_of
 from tests.serve.engine.fakes import MEASURED, HeldBackend, held_model, measured_model
@@ -28,9 +31,15 @@ from tests.serve.engine.test_inference_core import on_loop
 SHARED_MEMORY = {"system_shared_memory", "cuda_shared_memory"}
 
 
+async def answer(service: Service, rpc: str, request: Message | None = None) -> Any:
+    """The response to a request, by default an empty one."""
+    called = service.rpcs[f"/{SERVICE}/{rpc}"]
+    return await called.method(called.request() if request is None else request, RpcCall(server=service))
+
+
 def extensions(*, shared_memory: bool) -> set[str]:
     service = Service(InferenceCore([]), server_version="1.2", shared_memory=shared_memory)
-    return set(service.server_metadata(pb.ServerMetadataRequest()).extensions)
+    return set(asyncio.run(answer(service, "ServerMetadata")).extensions)
 
 
 def test_the_metadata_lists_what_is_served() -> None:
@@ -64,51 +73,53 @@ def infer_request(model: str, value: float = 1.0) -> bytes:
     return request.SerializeToString()
 
 
-def test_it_is_the_same_server() -> None:
+@on_loop
+async def test_it_is_the_same_server() -> None:
     whole, limited = services("ours", "theirs")
-    assert limited.unary.keys() == whole.unary.keys()
-    assert limited.streams.keys() == whole.streams.keys()
+    assert limited.rpcs is whole.rpcs
     assert (limited.memory, limited.observability) == (whole.memory, whole.observability)
-    assert limited.server_metadata(pb.ServerMetadataRequest()) == whole.server_metadata(pb.ServerMetadataRequest())
+    assert await answer(limited, "ServerMetadata") == await answer(whole, "ServerMetadata")
     assert limited.core.figures is whole.core.figures
 
 
-def test_settings_of_a_visible_model_alone_are_changed() -> None:
+@on_loop
+async def test_settings_of_a_visible_model_alone_are_changed() -> None:
     whole, limited = services("ours", "theirs")
-    trace, log = (limited.unary[f"/{SERVICE}/{name}"].answer for name in ("TraceSetting", "LogSettings"))
     change = pb.TraceSettingRequest(model_name="ours")
     change.settings["trace_rate"].value.append("7")
-    assert list(trace(change).settings["trace_rate"].value) == ["7"]  # type: ignore[attr-defined]  # (a TraceSettingResponse)
+    assert list((await answer(limited, "TraceSetting", change)).settings["trace_rate"].value) == ["7"]
     change.model_name = "theirs"
     with pytest.raises(NotFoundError, match="model 'theirs' is not served here"):
-        trace(change)
+        await answer(limited, "TraceSetting", change)
     change.model_name = ""
     with pytest.raises(PermissionDeniedError, match="this setting holds for all of them; ask who runs the server"):
-        trace(change)
+        await answer(limited, "TraceSetting", change)
     verbose = pb.LogSettingsRequest()
     verbose.settings["log_info"].bool_param = False
     with pytest.raises(PermissionDeniedError, match="the token is for some models only"):
-        log(verbose)
-    assert log(pb.LogSettingsRequest()) == whole.unary[f"/{SERVICE}/LogSettings"].answer(pb.LogSettingsRequest())
-    assert trace(pb.TraceSettingRequest()) == whole.unary[f"/{SERVICE}/TraceSetting"].answer(pb.TraceSettingRequest())
+        await answer(limited, "LogSettings", verbose)
+    for settings in ("LogSettings", "TraceSetting"):
+        assert await answer(limited, settings) == await answer(whole, settings)
 
 
-def test_a_view_of_some_models_does_not_name_the_trace_file() -> None:
+@on_loop
+async def test_a_view_of_some_models_does_not_name_the_trace_file() -> None:
     options = ObserveOptions(trace_to="triton:traces.json", trace_level=TraceLevel.OFF)
     whole = Service(InferenceCore([held_model(HeldBackend(), "ours")]), server_version="1.2", observe=options)
     limited = LimitedService(whole, lambda name: name == "ours")
-    told = [one.unary[f"/{SERVICE}/TraceSetting"].answer(pb.TraceSettingRequest()) for one in (whole, limited)]
-    assert [dict(one.settings)["trace_file"].value[0] for one in told] == ["traces.json", "file"]  # type: ignore[attr-defined]  # (as above)
+    told = [await answer(one, "TraceSetting") for one in (whole, limited)]
+    assert [dict(one.settings)["trace_file"].value[0] for one in told] == ["traces.json", "file"]
 
 
 @on_loop
 async def test_metadata_and_index_say_what_computes_a_model_and_what_was_measured() -> None:
     core = InferenceCore([held_model(HeldBackend(), "plain"), measured_model("tried")])
     service, expected = Service(core, server_version="1.2"), {"halfserve.provider": "test", "halfserve.precision": "fp32"}
-    index = await RepositoryRpcs(core).index(pb.RepositoryIndexRequest())
+    index = await answer(service, "RepositoryIndex")
     assert [dict(one.properties) for one in index.models] == [expected, expected | {"halfserve.measured": MEASURED}]
     for one in index.models:
-        assert service.model_metadata(pb.ModelMetadataRequest(name=one.name)).properties == one.properties
+        described = await answer(service, "ModelMetadata", pb.ModelMetadataRequest(name=one.name))
+        assert described.properties == one.properties
 
 
 @on_loop

@@ -16,8 +16,8 @@ import trustme
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.model import Model
 from halfserve.serve.observability.observe_options import ObserveOptions
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.protocol.service import INFER_PATH, SERVICE, Service
-from halfserve.serve.security.roles import Role
 from halfserve.serve.security.security import PortSecurity, Security
 from halfserve.serve.security.security_options import SecurityOptions, TlsOptions
 from halfserve.serve.security.tokens import new_token

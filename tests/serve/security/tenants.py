@@ -9,8 +9,8 @@ import grpc
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.model import Model
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.protocol.service import INFER_PATH, SERVICE
-from halfserve.serve.security.roles import Role
 from halfserve.serve.security.tokens import new_token
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import RunningServer

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.serve.engine.errors import InferenceError, PermissionDeniedError, RateLimitedError
-from halfserve.serve.protocol.inference import Cancel, ManyReplies, Reply, Watch
+from halfserve.serve.protocol.inference import Cancel, ManyReplies, Reply
 from halfserve.serve.security.client_limits import ClientAllowance, ClientAllowances, GatedInference, network_of
 from halfserve.serve.security.security_options import ClientLimits
 
@@ -121,13 +121,7 @@ class Noting:
         self.cancelled: list[int] = []
 
     def infer(
-        self,
-        data: bytes | memoryview,
-        time_left_s: float | None,
-        reply: Reply,
-        watch: Watch | None = None,
-        *,
-        many: ManyReplies | None = None,
+        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, *, many: ManyReplies | None = None
     ) -> Cancel:
         place = len(self.replies)
         self.replies.append(reply)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.security.file_reload import FileWatch, Reloadable, Reminder
-from halfserve.serve.security.roles import Role
 from halfserve.serve.security.security import Security
 from halfserve.serve.security.security_options import SecurityError, SecurityOptions
 from halfserve.serve.security.tokens import new_token

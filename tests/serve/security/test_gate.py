@@ -15,11 +15,10 @@ import grpc
 import pytest
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.fleet.member.cluster_member import WATCH
 from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions
+from halfserve.serve.protocol.rpc import UNKNOWN_METHOD, Role
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE
 from halfserve.serve.security.private_socket import private_socket
-from halfserve.serve.security.roles import METHODS, Role
 from halfserve.serve.security.security_options import ClientLimits, SecurityOptions
 from halfserve.serve.transports.grpc_framing import frame
 from halfserve.serve.transports.listening import BindError
@@ -308,14 +307,14 @@ def test_a_request_that_is_cancelled_or_refused_gives_its_place_back(transport: 
 
 def test_every_method_has_a_role_of_its_own() -> None:
     with guarded_server(SecurityOptions()) as (server, _):
-        served = {*server.service.unary, *server.service.streams, INFER_PATH, INFER_STREAM_PATH}
-    assert served | {WATCH} == METHODS.keys()  # members of a cluster serve it
+        required = {path: rpc.access for path, rpc in server.service.rpcs.items()}
+    assert UNKNOWN_METHOD not in required.values()
     changing = {
         f"/{SERVICE}/{name}" for name in ("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings")
     }
-    assert {path for path, access in METHODS.items() if access.role is Role.ADMIN} == changing
-    assert {path for path, access in METHODS.items() if access.is_admin} == changing
-    assert {path for path, access in METHODS.items() if access.role is None} == {
+    assert {path for path, access in required.items() if access.role is Role.ADMIN} == changing
+    assert {path for path, access in required.items() if access.is_admin} == changing
+    assert {path for path, access in required.items() if access.role is None} == {
         *(f"/{SERVICE}/{name}" for name in ("ServerLive", "ServerReady")),
         *(f"/grpc.health.v1.Health/{name}" for name in ("Check", "Watch")),
     }

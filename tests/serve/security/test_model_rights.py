@@ -16,8 +16,8 @@ from tritonclient.utils import InferenceServerException
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.model_control.control_options import ControlMode
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.protocol.service import INFER_STREAM_PATH
-from halfserve.serve.security.roles import Role
 from halfserve.serve.security.security import Security
 from halfserve.serve.security.security_options import SecurityOptions
 from halfserve.serve.security.tokens import new_token

@@ -8,9 +8,8 @@ import pytest
 
 from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
-from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH
+from halfserve.serve.protocol.rpc import INFERENCE, Api
 from halfserve.serve.security.restricted_apis import GRPC_PREFIX, restricted_group
-from halfserve.serve.security.roles import METHODS, Api
 from halfserve.serve.security.security_options import SecurityError, SecurityOptions
 from halfserve.serve.transports.transport import TransportName
 from tests.serve.security.guarded import call, guarded_server, infer, infer_request
@@ -63,11 +62,11 @@ def test_each_method_and_path_of_the_protocol_is_in_one_api() -> None:
     with guarded_server(SecurityOptions()) as (server, _):
         options = HttpOptions(port=0, metrics_port=None)
         rest = server.call(lambda: RestServer(server.core, server.service, "127.0.0.1", options))
-        methods = {*server.service.unary, *server.service.streams, INFER_PATH, INFER_STREAM_PATH}
-    assert {method for method in methods if METHODS[method].api is None} == {
+    rpcs = server.service.rpcs.values()
+    assert {rpc.path for rpc in rpcs if rpc.access.api is None} == {
         f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo" for version in ("v1", "v1alpha")
     }
-    assert {METHODS[method].api for method in methods} == {*Api, None}
+    assert {rpc.access.api for rpc in rpcs} | {INFERENCE.api} == {*Api, None}
     assert {route.path for route in rest.routes if route.access.api is None} == {"/", "/metrics", "/openapi.json"}
     assert {route.access.api for route in rest.routes} == {*Api, None}
 

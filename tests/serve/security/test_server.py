@@ -18,7 +18,7 @@ from benchmarks.harness.server_process import server_process
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
 from halfserve.serve.http.http_options import HttpOptions
-from halfserve.serve.security.roles import Role
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.security.security import Security
 from halfserve.serve.security.security_options import ClientLimits, SecurityError, SecurityOptions
 from halfserve.serve.security.tokens import new_token

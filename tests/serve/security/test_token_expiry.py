@@ -12,9 +12,9 @@ import pytest
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import UnauthenticatedError
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE
 from halfserve.serve.security.file_reload import DAY_S
-from halfserve.serve.security.roles import Role
 from halfserve.serve.security.security import Security
 from halfserve.serve.security.security_options import SecurityOptions
 from halfserve.serve.security.tokens import Tokens, new_token

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from halfserve.serve.engine.errors import PermissionDeniedError, UnauthenticatedError
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.security.file_reload import DAY_S, ends_in
-from halfserve.serve.security.roles import ModelRights, Role, model_rights
+from halfserve.serve.security.model_rights import ModelRights, model_rights
 from halfserve.serve.security.security_options import SecurityError
 from halfserve.serve.security.token_command import token
 from halfserve.serve.security.tokens import (

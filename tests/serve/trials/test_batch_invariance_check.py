@@ -16,11 +16,11 @@ from hypothesis.extra import numpy as hnp
 from onnx import NodeProto, TensorProto, helper
 
 from halfserve.serve.engine.backend import Backend
-from halfserve.serve.engine.execution.batch import Answered, Failed
 from halfserve.serve.engine.execution.batch_invariance import ALIKE, differ
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.model_loading import started
 from halfserve.serve.engine.repository.model_repository import find_models
+from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.tensors import Array
 from halfserve.serve.trials import tried_version
 from halfserve.serve.trials.batch_invariance_check import check_batch_invariance

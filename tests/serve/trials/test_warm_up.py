@@ -18,8 +18,8 @@ from onnx import TensorProto, helper
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import Backend, DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.dispatch.short_batches import LONE_S
 from halfserve.serve.engine.errors import BackendError, ModelLoadError
-from halfserve.serve.engine.execution.short_batches import LONE_S
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.model_loading import load_version, started
 from halfserve.serve.engine.repository.model_repository import find_models

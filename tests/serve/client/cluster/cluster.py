@@ -8,12 +8,10 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from google.protobuf.message import Message
-
 from halfserve import Client
 from halfserve.protos.cluster_pb2 import Directory, Member, WatchRequest
 from halfserve.serve.client.cluster.directory import WATCH
-from halfserve.serve.protocol.service import StreamMethod
+from halfserve.serve.protocol.rpc import Rpc, RpcCall
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import RunningServer, running_server
 
@@ -42,7 +40,7 @@ class Board:
         for _, loop, changed in tuple(self._watchers):
             loop.call_soon_threadsafe(changed.set)
 
-    async def watch(self, address: str, requests: AsyncIterator[WatchRequest]) -> AsyncIterator[Message]:
+    async def watch(self, address: str, requests: AsyncIterator[WatchRequest], call: RpcCall) -> None:
         """Answer Watch at the server of this address."""
         async for _ in requests:
             changed = asyncio.Event()
@@ -51,7 +49,7 @@ class Board:
             try:
                 while True:
                     changed.clear()
-                    yield self.directory
+                    await call.send(self.directory)
                     await changed.wait()
             finally:
                 self._watchers.discard(watcher)
@@ -80,8 +78,8 @@ class Cluster:
         server = self._stack.enter_context(
             running_server(lambda: load_repository(self._repository), shared_memory=shared_memory)
         )
-        watch = StreamMethod(WatchRequest, partial(self.board.watch, server.address))
-        server.call(lambda: server.service.streams.update({WATCH: watch}))
+        watch = Rpc(WATCH, WatchRequest, partial(self.board.watch, server.address), is_stream=True)
+        server.call(lambda: server.service.rpcs.update({WATCH: watch}))
         self.servers.append(server)
         return server
 

@@ -22,17 +22,8 @@ from halfserve.serve.engine.errors import (
     UnavailableError,
 )
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import (
-    NO_PARAMETERS,
-    InferRequest,
-    LateArray,
-    LateInputs,
-    Parameter,
-    RawInput,
-    RawInputs,
-    RawLayout,
-)
-from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.engine.requests import NO_PARAMETERS, InferRequest, Parameter
+from halfserve.serve.engine.tensors import LateArray, LateInputs, RawInput, RawInputs, RawLayout, Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.scene import Answers, on_loop
 

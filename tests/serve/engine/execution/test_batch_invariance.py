@@ -22,16 +22,17 @@ from halfserve.serve.engine.backend import Backend, BackendView, DevicePlacement
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import BackendError, InstanceLostError, OutOfMemoryError
-from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
+from halfserve.serve.engine.execution.batch import run_batch
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
-from halfserve.serve.engine.execution.instance import Instance, Supervision
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
+from halfserve.serve.engine.execution.runners import Supervision, make_instance
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.pace import CONFIDENT, BatchLimits, Pace
 from halfserve.serve.engine.repository.model_loading import load_version, started
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.trials.tried_version import TriedVersion
 from halfserve.serve.trials.warm_up import warm_up
@@ -294,8 +295,8 @@ class Finding(HeldBackend):
 
 def batcher_of(*backends: HeldBackend, invariance: BatchInvariance, max_delay_s: float = 0.0) -> Batcher:
     how = Supervision(label="m/1", invariance=invariance)
-    instances = [Instance(backend, number, how) for number, backend in enumerate(backends)]
-    return Batcher(instances, BatchLimits(max_rows=8, max_delay_s=max_delay_s), Statistics(), invariance=invariance)
+    instances = [make_instance(backend, number, how) for number, backend in enumerate(backends)]
+    return Batcher(instances, BatchLimits(max_rows=8, max_delay_s=max_delay_s), Statistics())
 
 
 @on_loop

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from halfserve import Client, cli
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.client.channel_settings import Tls
-from halfserve.serve.security.roles import Role
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.security.tokens import new_token
 from halfserve.serve.transports.listening import BindError
 from tests.models import save_mlp

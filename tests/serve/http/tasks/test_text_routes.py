@@ -27,7 +27,7 @@ from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
-from halfserve.serve.security.roles import Role
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.security.security_options import ClientLimits, SecurityOptions
 from halfserve.serve.security.tokens import new_token
 from halfserve.serve.transports.listening import BindError

@@ -14,7 +14,7 @@ from ngh2.exceptions import NGH2Error
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.protocol.inference import Cancel, ManyReplies, Reply
 from halfserve.serve.protocol.status import Status
-from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget, MemoryShare
+from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from halfserve.serve.transports.grpc_framing import MessageReader, frame
 from halfserve.serve.transports.nghttp2.calls import InferCall, RefusedCall
 from halfserve.serve.transports.nghttp2.connection import GrpcConnection
@@ -126,8 +126,7 @@ class WaitingCall:
 
     def __init__(self, session: GrpcSession, stream: int, waiting: dict[int, bytes], gone: list[int]) -> None:
         self._stream, self._waiting, self._who_went = stream, waiting, gone
-        inference = WaitingInference(self._wait)
-        self._call = call = InferCall(session, stream, None, inference, inference, None)
+        self._call = call = InferCall(None, WaitingInference(self._wait), None, session, stream)
         self.receive, self.receive_last, self.take, self.grew = call.receive, call.receive_last, call.take, call.grew
         self.end, self.give_up, self.give_up_stalled = call.end, call.give_up, call.give_up_stalled
 
@@ -161,8 +160,8 @@ class Scene:
         if window_bytes > 65_535:
             self.client.set_local_window_size(window_bytes)
 
-    def _route(self, headers: Sequence[Header], share: MemoryShare) -> OpenCall:
-        share.trust()
+    def _route(self, headers: Sequence[Header], session: GrpcSession) -> OpenCall:
+        session.share.trust()
         self.opened.append(dict(headers))
         return self._open
 

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 from ngh2 import GoAwayReceived, PingAcknowledged, ResponseReceived
 
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.memory_budget import STRANGERS_PART, MemoryBudget
-from halfserve.serve.security.roles import Role
 from halfserve.serve.security.security import Security
 from halfserve.serve.security.security_options import SecurityOptions
 from halfserve.serve.security.tokens import new_token

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halfserve.serve.engine.dispatch.free_instances import AHEAD_S
+from halfserve.serve.engine.dispatch.short_batches import SHORT_S
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.engine.execution.free_instances import AHEAD_S
-from halfserve.serve.engine.execution.short_batches import SHORT_S
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
@@ -250,7 +250,7 @@ async def test_models_on_the_cpu_compete_for_the_slots_of_the_server(answers: An
     core.replace("cpu", [on_cpu])
     core.replace("device", [elsewhere])
     core.replace("cpu", [on_cpu])
-    assert (on_cpu.batcher._share is None, elsewhere.batcher._share is None) == (False, True)
+    assert (on_cpu.batcher._dispatcher.share is None, elsewhere.batcher._dispatcher.share is None) == (False, True)
     for value, model in enumerate([on_cpu, elsewhere] * 20):
         core.submit(model, answers.request(value))
     await answers.all(40)

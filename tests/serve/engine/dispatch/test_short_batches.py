@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine import batcher as batcher_module
-from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.engine.execution.short_batches import (
+from halfserve.serve.engine.dispatch import dispatcher
+from halfserve.serve.engine.dispatch.short_batches import (
     AFTER_STALL,
     ALONE_AFTER_S,
     FIRST,
@@ -30,6 +29,7 @@ from halfserve.serve.engine.execution.short_batches import (
     LoopOccupancy,
     ShortBatches,
 )
+from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import Done
 from halfserve.serve.engine.tensors import Tensors
@@ -236,9 +236,9 @@ async def test_small_batches_of_a_lone_model_may_take_longer_on_the_loop(
 ) -> None:
     backend = Middling()
     model = answers.model(backend, max_rows=16, short_s={16: 2 * SHORT_S})
-    model.batcher.occupancy.is_alone(model.batcher, -ALONE_AFTER_S)
+    model.batcher._dispatcher.occupancy.is_alone(model.batcher._dispatcher, -ALONE_AFTER_S)
     if occupancy:
-        model.batcher.occupancy.is_alone("another", -1.0)
+        model.batcher._dispatcher.occupancy.is_alone("another", -1.0)
     for value in range(requests):
         request = answers.request(value)
         request.size = request_bytes
@@ -255,8 +255,8 @@ async def test_a_turn_of_the_loop_computes_for_a_bounded_time(
     backend = QuickBackend()
     model = answers.model(backend, max_rows=2)
     asked = await learned_short(backend, model, answers)
-    monkeypatch.setattr(batcher_module, "TURN_S", turn_s)
-    monkeypatch.setattr(batcher_module, "LONGEST_TURN_S", turn_s)
+    monkeypatch.setattr(dispatcher, "TURN_S", turn_s)
+    monkeypatch.setattr(dispatcher, "LONGEST_TURN_S", turn_s)
     for value in range(30):
         model.batcher.submit(answers.request(100_000 + value, rows=2))
     await asyncio.sleep(0)

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from halfserve.serve.engine.backend import LaterAnswer
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.engine.execution.batch import Answered, Failed
-from halfserve.serve.engine.execution.instance import LostRequests, Results
-from halfserve.serve.engine.execution.request_batch import PendingAnswers, Rescheduled
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.admission_control import full_error
 from halfserve.serve.engine.queueing.batch_queue import BatchQueue
 from halfserve.serve.engine.queueing.waiting_requests import FullError
 from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.results import (
+    Answered,
+    Failed,
+    LaterAnswer,
+    LostRequests,
+    PendingAnswers,
+    Rescheduled,
+    Results,
+)
 from halfserve.serve.engine.tensors import Tensors
 
 
@@ -118,7 +123,7 @@ class Delivery:
             if request.cancelled or request.replayed:
                 self.fail(request, lost.error)
                 continue
-            if not lost.untouched:
+            if lost.fault is not None:
                 request.bucket = object()  # each is computed alone, because one of them may break copies
             try:
                 self._queue.offer(request)

@@ -1,18 +1,54 @@
-"""Errors in the form that each interface's clients read: OpenAI's, Cohere's, TEI's, and ours for all other paths."""
+"""Errors in the form that each interface's clients read: OpenAI's, Cohere's, TEI's, and ours for all other routes."""
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Any
+from collections.abc import Mapping
+from enum import Enum, StrEnum
+from typing import Annotated, Any, TypedDict
 
 from halfserve.serve.engine.errors import InvalidArgumentError
 
-TEI_PATHS = frozenset({"/embed", "/rerank", "/predict", "/info", "/tokenize"})
-COHERE_PATHS = frozenset({"/v1/rerank", "/v2/rerank"})
-OPENAI_PREFIX = "/v1/"
+FORM = "halfserve.error_form"  # the key of the route's ErrorForm in a request's scope
 # https://platform.openai.com/docs/guides/error-codes
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _TEI_TYPES = {429: "Overloaded", 503: "Unhealthy"}
+
+
+class ErrorJson(TypedDict):
+    error: Annotated[str, "What was wrong, what was expected, and what to do."]
+
+
+class OpenAiProblemJson(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAiErrorJson(TypedDict):
+    error: OpenAiProblemJson
+
+
+class CohereErrorJson(TypedDict):
+    message: str
+
+
+class TeiErrorJson(TypedDict):
+    error: str
+    error_type: str
+
+
+class ErrorForm(Enum):
+    """Forms of errors, with the type of their JSON."""
+
+    OURS = ErrorJson
+    OPENAI = OpenAiErrorJson
+    COHERE = CohereErrorJson
+    TEI = TeiErrorJson
+
+
+# Paths that have no route, by how they begin: clients of OpenAI ask for more than is served here.
+_FORMS_WITHOUT_ROUTE = {"/v1/": ErrorForm.OPENAI}
 
 
 class Fault(StrEnum):
@@ -37,17 +73,20 @@ class InputError(InvalidArgumentError):
         self.fault = fault  # kind of the fault
 
 
-def in_form(path: str, status: int, text: str, error: Exception | None = None) -> tuple[int, dict[str, Any]]:
-    """The status and the JSON of an error, from the usual status of HTTP and the message for the client."""
-    if path in TEI_PATHS:
+def in_form(scope: Mapping[str, Any], status: int, text: str, error: Exception | None = None) -> tuple[int, dict[str, Any]]:
+    """Return the status and the JSON of an error, from the request's scope, HTTP's usual status and the client's message."""
+    form = scope.get(FORM) or next(
+        (form for start, form in _FORMS_WITHOUT_ROUTE.items() if scope["path"].startswith(start)), ErrorForm.OURS
+    )
+    if form is ErrorForm.TEI:
         if isinstance(error, InputError):
             status = _TEI_STATUSES[error.fault]
             return status, {"error": text, "error_type": "Empty" if error.fault is Fault.EMPTY else "Validation"}
         kind = "Validation" if status in range(400, 429) else _TEI_TYPES.get(status, "Backend")
         return status, {"error": text, "error_type": kind}
-    if path in COHERE_PATHS:
+    if form is ErrorForm.COHERE:
         return status, {"message": text}
-    if path.startswith(OPENAI_PREFIX):
+    if form is ErrorForm.OPENAI:
         kind = _OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
         param = error.param if isinstance(error, InputError) else None
         return status, {"error": {"message": text, "type": kind, "param": param, "code": _code(status, error)}}

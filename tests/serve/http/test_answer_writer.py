@@ -14,12 +14,13 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from halfserve.serve.http.guards import GuardedRoute
+from halfserve.serve.http.answer_writer import PIECE_BYTES, AnswerWriter
 from halfserve.serve.http.http_options import HttpLimits, HttpOptions
 from halfserve.serve.http.http_server import HttpServer
 from halfserve.serve.http.rest_server import application
-from halfserve.serve.http.unread_answer import PIECE_BYTES, PieceTransport
-from halfserve.serve.security.roles import DESCRIPTION
+from halfserve.serve.http.routing.route_table import GuardedRoute, RestRoute
+from halfserve.serve.protocol.rpc import DESCRIPTION
+from halfserve.serve.security.memory_budget import MemoryBudget
 from halfserve.serve.security.tls import ServerTls
 from halfserve.serve.transports.task_turns import task_turns
 from tests.serve.engine.fakes import HOLD_S
@@ -40,7 +41,7 @@ def test_a_large_answer_arrives_whole(server: RunningServer, requests: bytes, en
     async def large(_: Request) -> Response:
         return Response(BODY)
 
-    app = application([GuardedRoute("/large", large, DESCRIPTION)], "127.0.0.1", HttpOptions())
+    app = application([GuardedRoute(RestRoute("GET", "/large", DESCRIPTION), large)], "127.0.0.1", HttpOptions())
     listening = server.call(lambda: HttpServer(app, "127.0.0.1", 0, limits=HttpLimits()))
     port = server.run(listening.start())
     with socket.create_connection(("127.0.0.1", port), HOLD_S) as peer:
@@ -64,13 +65,13 @@ def test_an_answer_to_a_client_that_is_just_gone_leaves_no_stack_trace(
     async def large(_: Request) -> Response:
         entered.set()
         (connection,) = listening._state.connections
-        while not connection.transport.is_closing():  # noqa: ASYNC110  (each turn of the loop is looked at)
+        while not connection.writer.is_closing:  # noqa: ASYNC110  (each turn of the loop is looked at)
             await asyncio.sleep(0)
         answered.set()
         return Response(BODY)
 
     def make() -> HttpServer:
-        app = application([GuardedRoute("/large", large, DESCRIPTION)], "127.0.0.1", HttpOptions())
+        app = application([GuardedRoute(RestRoute("GET", "/large", DESCRIPTION), large)], "127.0.0.1", HttpOptions())
         return HttpServer(app, "127.0.0.1", 0, limits=HttpLimits(), tls=ServerTls(certificates.options).context("http/1.1"))
 
     listening = server.call(make)
@@ -103,22 +104,30 @@ class Taking(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         return 0
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Take every limit: nothing is kept."""
+
+    def get_extra_info(self, name: str, default: object = None) -> object:
+        return default
+
     def is_closing(self) -> bool:
         return False
 
 
 def test_each_iteration_of_the_loop_writes_a_piece() -> None:
-    transport, told = Taking(), list[str]()
+    transport = Taking()
 
     async def run() -> None:
-        pieces = PieceTransport(transport, task_turns(), lambda: told.append("pause"), lambda: told.append("resume"))
-        pieces.write(b"head")
-        pieces.write(BODY)
-        pieces.write(b"end")
-        assert pieces.get_write_buffer_size() == len(BODY) + len(b"end") - PIECE_BYTES
-        while told[-1] != "resume":
+        share = MemoryBudget(2**30).share(is_known=True)
+        writer = AnswerWriter(transport, HttpLimits(), share, task_turns(), lambda: None)
+        writer.write(b"head")
+        writer.write(BODY)
+        writer.write(b"end")
+        assert writer.unread_bytes == len(BODY) + len(b"end") - PIECE_BYTES
+        while writer.is_paused:
             transport.iteration += 1
             await asyncio.sleep(0)
+        writer.lose()
 
     asyncio.run(run())
     assert b"".join(data for _, data in transport.written) == b"head" + BODY + b"end"
@@ -126,4 +135,3 @@ def test_each_iteration_of_the_loop_writes_a_piece() -> None:
     for iteration, data in transport.written:
         sizes[iteration] += len(data)
     assert max(sizes.values()) <= PIECE_BYTES + len(b"head")
-    assert told == ["pause", "resume"]

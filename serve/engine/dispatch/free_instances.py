@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from halfserve.serve.engine.dispatch.short_batches import SHORT_S
 from halfserve.serve.engine.execution.instance import Instance
-from halfserve.serve.engine.execution.short_batches import SHORT_S
 
 # An instance whose batches take at most this long gets its next batch while it computes: otherwise it would idle for the half
 # millisecond from its thread to the loop and back. Short batches are excluded, because the loop computes them, and long ones,
@@ -23,7 +23,7 @@ class FreeInstances:
         latest_s: seconds that the latest batch on a thread took.
     """
 
-    __slots__ = ("_busy", "_may_go_ahead", "idle", "latest_s")
+    __slots__ = ("_busy", "_instances", "_may_go_ahead", "idle", "latest_s")
 
     def __init__(self, instances: Sequence[Instance], *, is_steady: bool = True) -> None:
         """Begin with all copies idle.
@@ -32,9 +32,15 @@ class FreeInstances:
         for it while other copies compute later requests.
         """
         self.idle = list(instances)
+        self._instances = instances
         self._may_go_ahead = is_steady or len(instances) == 1
         self.latest_s = math.inf
         self._busy: list[Instance] = []  # instances with exactly one batch
+
+    @property
+    def shares_batches(self) -> bool:
+        """Whether requests of the model may share a batch, as far as its copies know."""
+        return self._instances[0].shares_batches
 
     @property
     def can_go_ahead(self) -> bool:
