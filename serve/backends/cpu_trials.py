@@ -187,7 +187,7 @@ class CpuModel:
 
 
 class PrecisionTrial(Trial[TrialResult]):
-    """Whether a half precision gives right answers on this processor, and how fast.
+    """Trial of a half precision: whether its answers are right on this processor, and how fast it is.
 
     Attributes:
         precision: the precision.

@@ -38,13 +38,12 @@ LOADS_S = 20.0  # no further way is tried after this time, in which each way ope
 GAIN = 0.95  # a way is used that takes at most this part of the time,
 # or that keeps the calling thread off the processor: at most so much longer, and at most this part of the processor's time.
 AS_FAST, LESS_BUSY = 1.05, 0.8
-LARGEST_ERROR = (
-    0.05  # of the answers, as part of an output's largest value; half-precision sums in another order differ by less
-)
+# The error allowed in answers, as part of an output's largest value; half-precision sums in another order differ by less.
+LARGEST_ERROR = 0.05
 
 
 @dataclass(frozen=True)
-class Cost:
+class WayCost:
     """The cost of a batch, with its answers.
 
     Attributes:
@@ -56,13 +55,13 @@ class Cost:
     busy_ms: float
     answers: Mapping[str, Array]
 
-    def is_below(self, usual: Cost) -> bool:
+    def is_below(self, usual: WayCost) -> bool:
         """Return whether this way is to be used in place of the usual one."""
         frees_processor = self.ms <= AS_FAST * usual.ms and self.busy_ms <= LESS_BUSY * usual.busy_ms
         return self.ms <= GAIN * usual.ms or frees_processor
 
 
-def measured(backend: Backend, batch: Mapping[str, Array]) -> Cost:
+def measured(backend: Backend, batch: Mapping[str, Array]) -> WayCost:
     """Run a batch RUNS times, or for BUDGET_S: the first runs choose algorithms and record CUDA graphs."""
     inputs = {name: array.astype(backend.compute_dtype(name)) for name, array in batch.items()}
     answers: Mapping[str, Array] = {}
@@ -75,7 +74,7 @@ def measured(backend: Backend, batch: Mapping[str, Array]) -> Cost:
         pause()
         if time.monotonic() > until:
             break
-    return Cost(1e3 * min(seconds), 1e3 * min(busy), answers)
+    return WayCost(1e3 * min(seconds), 1e3 * min(busy), answers)
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ class DeviceModel:
 
 
 class WaysTrial(Trial[ChosenWays]):
-    """Which of the open ways give the usual answers in less time.
+    """Trial of the ways that are open: those are chosen that give the usual answers in less time.
 
     Attributes:
         loaded: the copy in the chosen ways, with its configuration; None before they are chosen.
@@ -195,7 +194,7 @@ class WaysTrial(Trial[ChosenWays]):
             _wake(model.placement.device_id)
         return ChosenWays(chosen, "; ".join(said))
 
-    def _usual(self, backend: Backend) -> tuple[Mapping[str, Array], Cost | None]:
+    def _usual(self, backend: Backend) -> tuple[Mapping[str, Array], WayCost | None]:
         """Return a made-up batch and its cost; no cost if the model cannot compute one."""
         model = self._model
         rows = min(model.config.max_batch_size, MOST_ROWS)
@@ -233,7 +232,7 @@ def load_in_best_ways(model: DeviceModel, decisions: Decisions) -> Backend:
     return backend
 
 
-def _why_not(way: str, backend: Backend, cost: Cost, usual: Cost) -> str | None:
+def _why_not(way: str, backend: Backend, cost: WayCost, usual: WayCost) -> str | None:
     """Return why a way must not be used; None if it may."""
     records = isinstance(backend, OnnxRuntimeBackend) and backend.records_graphs
     if way in {"graphs", "copies"} and not records:
@@ -242,7 +241,7 @@ def _why_not(way: str, backend: Backend, cost: Cost, usual: Cost) -> str | None:
     return f"gives answers that differ by {error:.2g} of the largest value" if error > LARGEST_ERROR else None
 
 
-def _in_words(cost: Cost) -> str:
+def _in_words(cost: WayCost) -> str:
     return f"{cost.ms:.3g} ms ({cost.busy_ms:.2g} ms on the processor)"
 
 

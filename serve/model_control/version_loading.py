@@ -229,7 +229,7 @@ class VersionLoader:
     def model(self, files: ModelFiles) -> Model:
         """Load and start one version; an ensemble is not yet connected to its steps. May be called on any thread.
 
-        The copies of a device's model run on their own threads first, as those that replace broken ones later do.
+        Copies on a device run every batch size on their own threads first, because devices keep recordings by thread.
 
         Raises:
             ModelLoadError: the version cannot be served; the message gives the reason.

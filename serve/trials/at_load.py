@@ -1,4 +1,4 @@
-"""The trials of a version at each load of it: in which order, and where their answers go."""
+"""Runs the trials of a version at each load, in their order, and sets what they decide on its model."""
 
 from __future__ import annotations
 

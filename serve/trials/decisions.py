@@ -18,7 +18,7 @@ READ_BYTES = 1 << 20
 
 
 class Decision(ABC):
-    """What a trial has found out.
+    """The result of a trial.
 
     Attributes:
         FOLDER: name of the folder that keeps decisions of this class.

@@ -92,7 +92,7 @@ class _Reached:
 
 
 def _proved(tried: TriedVersion, runs: PaddingRuns) -> _Reached:
-    """Compare rows that are padded to rising lengths with their answers alone; NotProvedError says what is not proved."""
+    """Compare rows that are padded to rising lengths with their answers alone; NotProvedError says why not to pad."""
     invariance = tried.model.invariance
     if tried.is_off:
         raise NotProvedError("halfserve.warm_up is off, and whether padding changes its answers was not tried")

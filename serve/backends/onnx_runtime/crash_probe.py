@@ -150,7 +150,7 @@ IDLE_S, LIGHT_IDLE_S = 2.0, 60.0
 
 @dataclass(frozen=True)
 class CrashVerdict(Decision):
-    """Which optimization levels crash the process.
+    """The optimization levels at which a model crashes the process, and the first one at which it does not.
 
     Attributes:
         level: the first level that did not crash; None if all did.
@@ -265,7 +265,7 @@ class CrashProbe:
             self._end()
 
     def tried(self, trial: ProbedLoad, source: str | bytes) -> CrashVerdict:
-        """Load and run the model in the child, whatever is remembered.
+        """Load and run the model in the child; remembered decisions are ignored.
 
         Raises TrialEndedError, OSError: the model could not be tried.
         """
@@ -316,7 +316,7 @@ class CrashProbe:
 
 @dataclass(frozen=True)
 class _CrashTrial(Trial[CrashVerdict]):
-    """Whether loading and running a model crashes the process."""
+    """Trial of a load: whether loading and running the model crashes the process."""
 
     kind = CrashVerdict
 

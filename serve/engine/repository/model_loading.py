@@ -130,22 +130,19 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
     has_rows = (own is None or own.has_rows) and ragged is None  # whether requests have rows that batches join
     drop_reported(config)
     groups = complete_groups(config, placement, device_count(), on_one_device=keeps_sequences(config, interface))
-
-    def plan() -> SequencePlan | None:
-        if not config.HasField("sequence_batching"):
-            return None
-        copies = sum(group.copies for group in groups)
-        return read_plan(files.config, config, interface, copies, lambda *named: _read_state(files.config, *named))
-
-    plan()  # refuses a plan before the copies are loaded
+    copies = sum(group.copies for group in groups)
+    _plan(files.config, config, interface, copies)  # refuses a plan before the copies are loaded
     pause()
     backends, places = load_copies(groups, placement, lambda place: runtime.load(files.model, interface, place, config))
-    sequences = plan()
+    sequences = _plan(files.config, config, interface, copies)
     config.parameters["halfserve.provider"].string_value = backends[0].provider
     config.parameters["halfserve.precision"].string_value = backends[0].precision
     pause()
     seen = client_interface(config, shown)
-    label = f"{files.name}/{files.version}"
+    label, source = f"{files.name}/{files.version}", files.config.source
+    guard = None
+    if has_rows:
+        guard = make_guard(files.model, runtime, places[0], label=label, interface=interface, config=config, source=source)
     return Model(
         name=files.name,
         version=files.version,
@@ -158,22 +155,19 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
         labels=read_labels(files.config),
         # Several threads decode, which would change the order of a sequence's requests.
         pictures={} if sequences is not None else read_pictures(files, seen),
-        guard=None
-        if not has_rows
-        else make_guard(
-            files.model,
-            runtime,
-            places[0],
-            label=label,
-            interface=interface,
-            config=config,
-            source=files.config.source,
-        ),
+        guard=guard,
         reload=as_loaded.guarded(lambda number: runtime.load(files.model, interface, places[number], config)),
         invariance=BatchInvariance(label) if config.max_batch_size and has_rows else None,
         sequences=sequences,
         ragged=ragged,
     )
+
+
+def _plan(declared: DeclaredConfig, config: ModelConfig, interface: ModelInterface, copies: int) -> SequencePlan | None:
+    """Return how the sequences of a model run; None for a model without sequences."""
+    if not config.HasField("sequence_batching"):
+        return None
+    return read_plan(declared, config, interface, copies, lambda *named: _read_state(declared, *named))
 
 
 def load_model(files: ModelFiles, runtime: Runtime, placement: DevicePlacement, defaults: Defaults) -> Model:

@@ -15,7 +15,7 @@ import pytest
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends import cuda_trials
-from halfserve.serve.backends.cuda_trials import Cost, measured
+from halfserve.serve.backends.cuda_trials import WayCost, measured
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntimeBackend
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.backend import Backend, DevicePlacement
@@ -42,14 +42,14 @@ class GivenTimes:
     answers: list[float] = field(default_factory=list)
     recorded: list[bool] = field(default_factory=list)
 
-    def __call__(self, backend: Backend, batch: Mapping[str, Array]) -> Cost:
+    def __call__(self, backend: Backend, batch: Mapping[str, Array]) -> WayCost:
         assert isinstance(backend, OnnxRuntimeBackend)
         for _ in range(3):  # of which the second records, and the third replays
             backend.run({name: array.astype(backend.compute_dtype(name)) for name, array in batch.items()})
         number = len(self.recorded)
         self.recorded.append(backend.records_graphs)
         answer = self.answers[number] if self.answers else 1.0
-        return Cost(*self.ms[number], {"y": np.full(3, answer, np.float32)})
+        return WayCost(*self.ms[number], {"y": np.full(3, answer, np.float32)})
 
 
 def save_convolution(path: Path, kind: str = "float16") -> Path:
@@ -64,7 +64,7 @@ def save_convolution(path: Path, kind: str = "float16") -> Path:
 
 def load(
     path: Path,
-    measure: Callable[[Backend, Mapping[str, Array]], Cost] = measured,
+    measure: Callable[[Backend, Mapping[str, Array]], WayCost] = measured,
     config: ModelConfig | None = None,
     *,
     decisions: Decisions | None = None,
