@@ -12,7 +12,7 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.repository.model_loading import models_below
 from halfserve.serve.engine.repository.model_repository import ModelRepository
 from halfserve.serve.model_control.control_options import start_error
-from halfserve.serve.model_control.version_loading import LoaderThread
+from halfserve.serve.model_control.loader_thread import LoaderThread
 from halfserve.serve.storage.repository_copy import RepositoryCopy
 
 logger = logging.getLogger(__name__)

@@ -23,9 +23,10 @@ from halfserve.serve.engine.repository.model_loading import models_below
 from halfserve.serve.engine.repository.model_repository import ModelRepository, find_models
 from halfserve.serve.model_control.control_options import ALL, ControlMode, ControlOptions, start_error
 from halfserve.serve.model_control.copies import ModelCopies
+from halfserve.serve.model_control.loader_thread import LoaderThread
 from halfserve.serve.model_control.switch import Switch
 from halfserve.serve.model_control.uploads import UploadedModels, check_name
-from halfserve.serve.model_control.version_loading import LoaderThread, VersionLoader
+from halfserve.serve.model_control.version_loading import VersionLoader
 from halfserve.serve.model_control.watch import RepositoryWatch
 from halfserve.serve.storage.repository_copy import RepositoryCopy
 

@@ -13,7 +13,8 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionState
 from halfserve.serve.engine.repository.model_loading import models_below
 from halfserve.serve.engine.repository.model_repository import ModelFiles, ModelRepository
-from halfserve.serve.model_control.version_loading import LoaderThread, VersionLoader
+from halfserve.serve.model_control.loader_thread import LoaderThread
+from halfserve.serve.model_control.version_loading import VersionLoader
 from halfserve.serve.model_control.watch import VersionFingerprint, version_fingerprint
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from halfserve.serve.engine.disk_files import temporary_folder
 from halfserve.serve.engine.errors import FailedPreconditionError, InvalidArgumentError, ModelLoadError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.repository.model_repository import ModelRepository
-from halfserve.serve.model_control.version_loading import LoaderThread
+from halfserve.serve.model_control.loader_thread import LoaderThread
 
 logger = logging.getLogger(__name__)
 

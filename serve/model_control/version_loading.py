@@ -1,19 +1,17 @@
-"""Load model versions on a thread beside the event loop: check, load and try out each."""
+"""Makes model versions ready to serve: checks, loads, tries out and starts each."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from pathlib import Path
 
 from halfserve.protos.certificate_signature import VerifyingKey
+from halfserve.serve.backends.onnx_runtime.onnx_file import data_bytes, open_onnx
 from halfserve.serve.engine.backend import CPU_PROVIDERS, ENSEMBLE, Backend, DevicePlacement, ModelKind, Runtime
-from halfserve.serve.engine.background_threads import Worker, pause, pausing, sched_batch
+from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults
 from halfserve.serve.engine.config.parameters import ignored_settings
 from halfserve.serve.engine.ensembles.graph import is_ensemble
@@ -21,8 +19,9 @@ from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.model_loading import load_ensemble, load_version, started
 from halfserve.serve.engine.repository.model_repository import ModelFiles
+from halfserve.serve.engine.resource_limits import available_bytes
 from halfserve.serve.model_control.certificate_check import check_certificate
-from halfserve.serve.model_control.memory_check import require_memory
+from halfserve.serve.model_control.loader_thread import GIVEN_UP
 from halfserve.serve.trials.at_load import try_out
 from halfserve.serve.trials.recorded_samples import VERDICT_KEY
 from halfserve.serve.trials.tried_version import TriedVersion
@@ -31,159 +30,7 @@ from halfserve.serve.trials.warm_up import settle
 logger = logging.getLogger(__name__)
 
 
-T = TypeVar("T")
-AGAIN_S = 1.0  # seconds until the next attempt to start a thread
-
-
-class GivenUp:
-    """Whether the result of a function is wanted no longer, and what ends it early. Used on both threads."""
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._enders: list[Callable[[], None]] = []
-
-    def __bool__(self) -> bool:
-        return self._is_set
-
-    def set(self) -> None:
-        self._is_set = True
-        for end in list(self._enders):
-            end()
-
-    def when_set(self, end: Callable[[], None]) -> None:
-        """Call `end`, on any thread, once the result is wanted no longer; at once if that is so already. It may come twice."""
-        self._enders.append(end)
-        if self._is_set:
-            end()
-
-
-_GIVEN_UP: ContextVar[GivenUp | None] = ContextVar("given_up", default=None)  # set while a function runs on a LoaderThread
-
-
-class _Run(Generic[T]):
-    """One function's run on the thread. All methods but `tell` are called on the event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float | None, leave_behind: Callable[[], None]) -> None:
-        self.done: asyncio.Future[T] = loop.create_future()
-        self._loop = loop
-        self._limit_s = limit_s
-        self._leave_behind = leave_behind
-        self._overdue: asyncio.TimerHandle | None = None
-        self.given_up = GivenUp()
-        self.has_started = self.has_ended = False  # set on the thread
-
-    def tell(self, function: Callable[..., None], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-    def begin(self) -> None:
-        if self._limit_s is not None:
-            self._overdue = self._loop.call_later(self._limit_s, self._give_up)
-
-    def end(self, result: T | None, error: BaseException | None) -> None:
-        if self._overdue is not None:
-            self._overdue.cancel()
-        if self.done.done():
-            return
-        if error is None:
-            self.done.set_result(result)  # type: ignore[arg-type]  # (None only where T is)
-        else:
-            self.done.set_exception(error)
-
-    def abandon(self) -> None:
-        """End the function early, or skip it, because its caller has gone."""
-        self.given_up.set()
-        if self.has_started and not self.has_ended:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        if self._overdue is not None:
-            self._overdue.cancel()
-        self.given_up.set()
-        try:
-            self._leave_behind()  # even if its caller has gone, because the function blocks those behind it
-        except RuntimeError:  # the process may start no more threads, so the functions behind it wait
-            self._overdue = self._loop.call_later(AGAIN_S, self._give_up)
-        if not self.done.done():
-            self.done.set_exception(TimeoutError(f"not done within {self._limit_s:g} s"))
-
-
-class LoaderThread:
-    """Runs one function after the other beside the event loop, and can abandon one that takes too long.
-
-    Attributes:
-        in_service: whether the server takes requests, for which the functions then pause.
-    """
-
-    def __init__(self, name: str = "loader", *, works_long: bool = True) -> None:
-        """`works_long`: whether its functions take long, and should leave the core to threads that answer requests."""
-        self._name = name
-        self._worker = Worker(name)
-        self._works_long = works_long
-        self._is_stopped = False
-        self.in_service = False
-
-    async def run(self, function: Callable[..., T], *arguments: Any, limit_s: float | None = None) -> T:
-        """Run `function(*arguments)` on the thread; its errors pass through.
-
-        A function that takes longer than `limit_s` seconds, or whose caller is cancelled, is abandoned: a thread cannot be
-        killed, so a new one runs the following functions. `GivenUp.when_set` ends it early.
-
-        Raises:
-            TimeoutError: it takes longer than `limit_s` seconds.
-        """
-        run: _Run[T] = _Run(asyncio.get_running_loop(), limit_s, self._leave_behind)
-
-        def work() -> None:
-            result, failure = None, None
-            run.has_started = True
-            if run.given_up:
-                return
-            token = _GIVEN_UP.set(run.given_up)
-            try:
-                run.tell(run.begin)
-                with self._manners():
-                    pause()
-                    result = function(*arguments)
-            except BaseException as error:  # noqa: BLE001  (the caller gets every error)
-                failure = error
-            _GIVEN_UP.reset(token)
-            run.has_ended = True
-            run.tell(run.end, result, failure)
-
-        self._worker.submit(work)
-        try:
-            return await run.done
-        except asyncio.CancelledError:
-            run.abandon()
-            raise
-
-    def step_aside(self) -> None:
-        """Run the following functions on another thread, because the running function waits for one of them.
-
-        Raises RuntimeError if the process may start no more threads.
-        """
-        self._leave_behind()
-
-    def _leave_behind(self) -> None:
-        if self._is_stopped:
-            return
-        after = Worker(self._name)
-        before, self._worker = self._worker, after
-        before.hand_over(after)
-
-    @contextlib.contextmanager
-    def _manners(self) -> Iterator[None]:
-        if not self._works_long:
-            yield
-            return
-        with sched_batch(), pausing(pauses=self.in_service):
-            yield
-
-    def stop(self) -> None:
-        """End the thread after the running function. Does not wait for it."""
-        self._is_stopped = True
-        self._worker.stop()
+MB = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +62,7 @@ class VersionLoader:
             require_memory(files.model, sum(max(1, group.count) for group in files.config.message.instance_group))
             pause()
             model = load_version(files, self.runtime, self.placement, self.defaults)
-            if (given_up := _GIVEN_UP.get()) is not None:
+            if (given_up := GIVEN_UP.get()) is not None:
                 for backend in model.backends:
                     given_up.when_set(backend.give_up)
             _report_ignored(model)
@@ -273,3 +120,45 @@ def _report_certificate(model: Model, verdict: str | None) -> None:
     model.config.parameters[VERDICT_KEY].string_value = verdict
     if verdict == "failed":
         logger.warning("%s: its certificate says that it is less accurate than its budget allows", model.path)
+
+
+def require_memory(model: Path, copies: int) -> None:
+    """Check that memory suffices for a model file and its data files, once per copy, which is the least that the model takes.
+
+    Raises:
+        ModelLoadError: memory does not suffice.
+    """
+    available = available_bytes()
+    if available is None:
+        return
+    needed = _weights_bytes(model) * max(1, copies)
+    if needed > available:
+        raise ModelLoadError(
+            f"{model}: not enough memory: it takes at least {needed / MB:.0f} MB, {available / MB:.0f} MB are available; "
+            "unload another model, or ask for fewer copies (instance_group)"
+        )
+
+
+def _weights_bytes(model: Path) -> int:
+    """Return the size of the model file, its data files, and files beside it that begin with its name (model.onnx.data)."""
+    beside = {path for path in model.parent.iterdir() if path.name.startswith(model.name)}
+    if model.suffix == ".xml":  # OpenVINO's weights
+        beside.add(model.with_suffix(".bin"))
+    locations, read = _data(model)
+    named = {model.parent / name for name in locations}
+    return _size(beside - named) + max(_size(named), read)
+
+
+def _size(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def _data(model: Path) -> tuple[frozenset[str], int]:
+    """Return the data files, and the bytes that tensors read from them: more than the files' size if several read the same
+    bytes.
+    """
+    try:
+        with open_onnx(model) as opened:
+            return opened.data_files, data_bytes(opened.model, model)
+    except ModelLoadError:  # or it is another kind of model; loading it reports the error
+        return frozenset(), 0

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.repository.model_repository import ModelFiles, ModelRepository
-from halfserve.serve.model_control.version_loading import LoaderThread
+from halfserve.serve.model_control.loader_thread import LoaderThread
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
 from halfserve.serve.engine.background_threads import Worker, pause
 from halfserve.serve.model_control import switch
 from halfserve.serve.model_control.control_options import ControlMode
+from halfserve.serve.model_control.loader_thread import LoaderThread
 from halfserve.serve.model_control.model_control import ModelControl
-from halfserve.serve.model_control.version_loading import LoaderThread
 from tests.models import save_mlp
 from tests.serve.model_control.controlled import ask, control, lines
 from tests.serve.running_server import WAIT_S, RunningServer, running_server
@@ -142,8 +142,8 @@ def test_a_hung_load_is_given_up_even_without_a_new_thread(monkeypatch: pytest.M
 
     async def main() -> int:
         thread = LoaderThread("slow")
-        monkeypatch.setattr("halfserve.serve.model_control.version_loading.Worker", Scarce)
-        monkeypatch.setattr("halfserve.serve.model_control.version_loading.AGAIN_S", 0.01)
+        monkeypatch.setattr("halfserve.serve.model_control.loader_thread.Worker", Scarce)
+        monkeypatch.setattr("halfserve.serve.model_control.loader_thread.AGAIN_S", 0.01)
         try:
             hanging = asyncio.ensure_future(thread.run(lambda: release.wait(60), limit_s=0.05))
             behind = asyncio.ensure_future(thread.run(lambda: 7))

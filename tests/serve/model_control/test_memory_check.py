@@ -15,9 +15,9 @@ from halfserve.serve.engine import resource_limits
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.repository.model_repository import find_model, find_models, model_names
 from halfserve.serve.engine.resource_limits import available_bytes, memory_limit_bytes
-from halfserve.serve.model_control import memory_check
+from halfserve.serve.model_control import version_loading
 from halfserve.serve.model_control.control_options import ControlMode
-from halfserve.serve.model_control.memory_check import require_memory
+from halfserve.serve.model_control.version_loading import require_memory
 from tests.models import save_mlp
 from tests.serve.hostile_files import elsewhere, reading_model
 from tests.serve.model_control.controlled import controlled_server, lines, loader
@@ -47,11 +47,11 @@ def test_a_model_beyond_the_memory_is_refused(tmp_path: Path, monkeypatch: pytes
     model.write_bytes(b"x" * 1_000_000)
     (tmp_path / "model.onnx.data").write_bytes(b"x" * 2_000_000)
     (tmp_path / "other.onnx").write_bytes(b"x" * 9_000_000)
-    monkeypatch.setattr(memory_check, "available_bytes", lambda: 3_000_000)
+    monkeypatch.setattr(version_loading, "available_bytes", lambda: 3_000_000)
     require_memory(model, 1)
     with pytest.raises(ModelLoadError, match="not enough memory: it takes at least 6 MB, 3 MB are available; unload another"):
         require_memory(model, 2)
-    monkeypatch.setattr(memory_check, "available_bytes", lambda: None)
+    monkeypatch.setattr(version_loading, "available_bytes", lambda: None)
     require_memory(model, 1000)
 
 
@@ -59,7 +59,7 @@ def test_memory_must_hold_the_data_files_that_a_model_names(tmp_path: Path, monk
     model = save_mlp(tmp_path / "model.onnx")
     onnx.save(onnx.load(model), model, save_as_external_data=True, location="weights.bin", size_threshold=0)
     (tmp_path / "weights.bin").write_bytes(b"x" * 2_000_000)
-    monkeypatch.setattr(memory_check, "available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(version_loading, "available_bytes", lambda: 1_000_000)
     with pytest.raises(ModelLoadError, match="it takes at least 2 MB, 1 MB are available"):
         require_memory(model, 1)
 
@@ -73,7 +73,7 @@ def test_memory_must_hold_each_tensor_that_reads_the_same_data(tmp_path: Path, m
     message.graph.initializer.extend([unsaid] * 50)
     model.write_bytes(message.SerializeToString())
     (tmp_path / "weights.bin").write_bytes(bytes(1_000_000))
-    monkeypatch.setattr(memory_check, "available_bytes", lambda: 50_000_000)
+    monkeypatch.setattr(version_loading, "available_bytes", lambda: 50_000_000)
     with pytest.raises(ModelLoadError, match="it takes at least 100 MB, 50 MB are available"):
         require_memory(model, 1)
 

@@ -17,7 +17,7 @@ from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import VersionState
 from halfserve.serve.engine.repository.model_repository import ModelRepository, find_model
 from halfserve.serve.model_control.control_options import ControlMode
-from halfserve.serve.model_control.version_loading import LoaderThread
+from halfserve.serve.model_control.loader_thread import LoaderThread
 from halfserve.serve.model_control.watch import RepositoryWatch, VersionFingerprint, fingerprint, version_fingerprint
 from tests.models import save_mlp
 from tests.serve.model_control.controlled import ask, controlled_server, lines, wait_for
