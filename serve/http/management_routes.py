@@ -24,8 +24,8 @@ from halfserve.serve.protocol.service import Service
 SYSTEM, CUDA = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
 REGION = "region/{region}"
 ALL_OF = "All registered regions of {} shared memory"
-SYSTEM_STATUS = pb.SystemSharedMemoryStatusResponse.RegionStatus
-CUDA_STATUS = pb.CudaSharedMemoryStatusResponse.RegionStatus
+SYSTEM_STATUS = list[pb.SystemSharedMemoryStatusResponse.RegionStatus]
+CUDA_STATUS = list[pb.CudaSharedMemoryStatusResponse.RegionStatus]
 LEVELS = "trace_level"  # the only setting with several values
 TRACE_ERRORS = {400, 404, 501}
 
@@ -35,8 +35,8 @@ def _registration(name: str, region: Any) -> RestOperation:
     return RestOperation(name, Tag.SHARED_MEMORY, summary, DONE, takes=(BodyContent(region),), errors={409})
 
 
-def _status(name: str, summary: str, region: Any) -> RestOperation:
-    answer = DescribedAnswer("The regions.", BodyContent(list[region]))
+def _listing(name: str, summary: str, regions: Any) -> RestOperation:
+    answer = DescribedAnswer("The regions.", BodyContent(regions))
     return RestOperation(name, Tag.SHARED_MEMORY, summary, answer, errors={404})
 
 
@@ -88,13 +88,13 @@ class SharedMemoryRoutes:
         )
         return await self._done("CudaSharedMemoryRegister", message)
 
-    @serves("GET", f"{SYSTEM}/status", SHARED_MEMORY, _status("systemRegions", ALL_OF.format("system"), SYSTEM_STATUS))
-    @serves("GET", f"{SYSTEM}/{REGION}/status", SHARED_MEMORY, _status("systemRegion", "One registered region", SYSTEM_STATUS))
+    @serves("GET", f"{SYSTEM}/status", SHARED_MEMORY, _listing("systemRegions", ALL_OF.format("system"), SYSTEM_STATUS))
+    @serves("GET", f"{SYSTEM}/{REGION}/status", SHARED_MEMORY, _listing("systemRegion", "One registered region", SYSTEM_STATUS))
     async def system_status(self, request: Request) -> Response:
         return await self._status("SystemSharedMemoryStatus", request)
 
-    @serves("GET", f"{CUDA}/status", SHARED_MEMORY, _status("cudaRegions", ALL_OF.format("cuda"), CUDA_STATUS))
-    @serves("GET", f"{CUDA}/{REGION}/status", SHARED_MEMORY, _status("cudaRegion", "One registered region", CUDA_STATUS))
+    @serves("GET", f"{CUDA}/status", SHARED_MEMORY, _listing("cudaRegions", ALL_OF.format("cuda"), CUDA_STATUS))
+    @serves("GET", f"{CUDA}/{REGION}/status", SHARED_MEMORY, _listing("cudaRegion", "One registered region", CUDA_STATUS))
     async def cuda_status(self, request: Request) -> Response:
         return await self._status("CudaSharedMemoryStatus", request)
 

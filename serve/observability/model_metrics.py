@@ -134,7 +134,7 @@ def _sequence(name: str, text: str, read: Callable[[SequenceScheduler], int]) ->
 
 
 def _triton_failures(figures: ModelFigures) -> LabelledSamples:
-    counts = dict.fromkeys(TRITON_REASONS, 0)
+    counts: dict[str, int] = dict.fromkeys(TRITON_REASONS, 0)
     for reason, count in figures.totals.failures.items():
         counts[REASONS.get(reason, "BACKEND" if figures.model.composition is None else "OTHER")] += count
     return (("", {"reason": reason}, count) for reason, count in counts.items())

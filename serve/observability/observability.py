@@ -13,7 +13,7 @@ from halfserve.serve.observability.log_settings import LogFilter, LogSettings, V
 from halfserve.serve.observability.observe_options import OTLP, AccessLog, ObserveOptions, check_can_trace, destination, file_of
 from halfserve.serve.observability.observer import Observer, StatusName
 from halfserve.serve.observability.outbox import LineFile, Outbox, check_writable
-from halfserve.serve.observability.span_export import Exporter, make_exporter
+from halfserve.serve.observability.span_export import FileExporter, OtlpExporter, make_exporter
 from halfserve.serve.observability.trace_settings import TENSORS, TIMESTAMPS, TraceControl, settings_at_start
 from halfserve.serve.observability.tracing import Tracer, TraceRecord
 
@@ -50,7 +50,7 @@ class Observability:
         self._log: AccessLogger | None = None
         self._tracer: Tracer | None = None
         self._outboxes: list[Outbox[str] | Outbox[TraceRecord]] = []
-        self._ends: list[LineFile | Exporter] = []
+        self._ends: list[LineFile | OtlpExporter | FileExporter] = []
         self._check()
         self._follow()
 

@@ -1,6 +1,6 @@
 """Export of traces: to a collector, or into files, as OTLP's JSON or in Triton's own format.
 
-Used on the tracing thread; OpenTelemetry is imported there, and only for its own formats.
+Exporters are used on the tracing thread; OpenTelemetry is imported there, and only for its own formats.
 https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/ and https://opentelemetry.io/docs/specs/otlp/
 https://github.com/triton-inference-server/server/blob/main/docs/user_guide/trace.md#json-trace-output
 """
@@ -13,7 +13,7 @@ from importlib.metadata import version
 from itertools import count
 from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from halfserve.serve.observability.observe_options import OTLP, file_of, is_tritons
 from halfserve.serve.observability.outbox import ArrayFile, LineFile
@@ -30,28 +30,7 @@ SAMPLED_FLAG = 1
 SPAN_KINDS = {"INTERNAL": 1, "SERVER": 2}
 
 
-class Exporter(Protocol):
-    """Takes records of traced requests; its methods are called on one thread."""
-
-    def prepare(self) -> None:
-        """Import what the export needs before there are requests to answer; OpenTelemetry takes some 100 ms.
-
-        Raises:
-            ImportError: it is not installed.
-        """
-
-    def deliver(self, records: list[TraceRecord]) -> None:
-        """Export records.
-
-        Raises:
-            Exception: they are lost; the text says why.
-        """
-
-    def close(self) -> None:
-        """Close files and connections."""
-
-
-def make_exporter(to: str, log_frequency: Callable[[], int], *, process: int | None = None) -> Exporter:
+def make_exporter(to: str, log_frequency: Callable[[], int], *, process: int | None = None) -> OtlpExporter | FileExporter:
     """An exporter to a collector ("otlp"), or to a file: a path, or "triton:" and a path.
 
     `log_frequency` tells the traces per file, for each file. `process`, the number of this process among several, separates
@@ -66,12 +45,21 @@ def make_exporter(to: str, log_frequency: Callable[[], int], *, process: int | N
 
 
 class OtlpExporter:
-    """To the collector that the OTEL_EXPORTER_OTLP_* variables name, over gRPC."""
+    """To the collector that the OTEL_EXPORTER_OTLP_* variables name, over gRPC; by OpenTelemetry's own exporter.
+
+    OpenTelemetry's BatchSpanProcessor does not replace the Outbox: it queues spans and not records, so that the event loop
+    would make the spans of each request (0.2 ms), and it does not count the spans that the collector refuses.
+    """
 
     def __init__(self) -> None:
         self._parts: tuple[Any, Resource] | None = None
 
     def prepare(self) -> None:
+        """Import OpenTelemetry, which takes some 100 ms, before there are requests to answer.
+
+        Raises:
+            ImportError: it is not installed.
+        """
         self._exporter()
 
     def deliver(self, records: list[TraceRecord]) -> None:
@@ -104,25 +92,10 @@ class OtlpExporter:
         return self._parts
 
 
-class TraceFormat(Protocol):
-    """How files show traces."""
-
-    def prepare(self) -> None:
-        """See `Exporter.prepare`."""
-
-    def file(self, path: Path) -> LineFile | ArrayFile:
-        """A file that takes what `written` returns; it is opened when it is first written."""
-        ...
-
-    def written(self, records: Sequence[TraceRecord]) -> list[str]:
-        """The text of some traces."""
-        ...
-
-
 class FileExporter:
     """Into files of one format."""
 
-    def __init__(self, path: Path, log_frequency: Callable[[], int], form: TraceFormat) -> None:
+    def __init__(self, path: Path, log_frequency: Callable[[], int], form: OtlpFormat | TritonFormat) -> None:
         self._path = path
         self._log_frequency = log_frequency
         self._form = form

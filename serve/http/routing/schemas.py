@@ -106,7 +106,7 @@ class Schemas:
         return {"$ref": REFERENCE + name}
 
     def _message(self, descriptor: Any) -> Schema:
-        name = descriptor.full_name.partition(".")[2]
+        name: str = descriptor.full_name.partition(".")[2]
         component = COMPONENTS.get(name, name.removesuffix("Response").replace(".", ""))
         if component not in self._sources:
             self._refer(component, descriptor, {})
