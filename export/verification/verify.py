@@ -15,8 +15,9 @@ import onnx
 import onnxruntime
 
 from halfserve.export.certificate.budget import Budget, usual_budgets
-from halfserve.export.certificate.certificate import Accuracy, Certificate, PrecisionVerdict, Risk
+from halfserve.export.certificate.certificate import Certificate
 from halfserve.export.certificate.embed import graph_sha256
+from halfserve.export.certificate.verdicts import Accuracy, PrecisionVerdict, Risk
 from halfserve.export.conversion_settings import PipelineSettings
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import Accumulators, HalfName, HalfType, TargetDevice, half_named
