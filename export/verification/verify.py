@@ -147,7 +147,7 @@ def verify(
 
 @dataclass(frozen=True, kw_only=True)
 class CertificateDetails:
-    """What a certificate says of a model beside the verdict; see `verify`."""
+    """Fields of a certificate that do not come from the comparison; see `verify`."""
 
     name: str
     source: ModelFile | None = None
