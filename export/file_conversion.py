@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Unpack
 
-from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, anything_compared, signing_key
+import numpy as np
+import onnx_ir
+
+from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, signing_key
+from halfserve.export.certificate.verdicts import OutputVerdict, anything_compared
+from halfserve.export.conversion_results import Certified, Converted, SearchFailed
 from halfserve.export.conversion_settings import PipelineKeywords, PipelineSettings
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget
-from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS, holds_bfloat16_weights, nearest_to_budget, notes_on_rejected
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.half_types import FP16, HALF_TYPES, HalfName
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, growth, open_model
 from halfserve.export.onnx_files.model_writer import waiting_file
 from halfserve.export.onnx_fp16.convert import StagedConversion, staged_conversion
 from halfserve.export.placement.audit import Placement, audit_placement
-from halfserve.export.placement.cuda_kernels import CudaWarning, predict_cuda
+from halfserve.export.placement.cuda_kernels import predict_cuda
 from halfserve.export.verification.criteria import Verification
 
 if TYPE_CHECKING:
     from halfserve.export.certificate.budget import Budget
-    from halfserve.export.onnx_fp16.conversion_report import ConversionReport
     from halfserve.export.search.result import SearchResult
     from halfserve.export.verification.generated.lengths import LongerSizes
     from halfserve.export.verification.samples import Array, SampleSet
@@ -31,76 +35,15 @@ if TYPE_CHECKING:
 
 # ONNX Runtime's CPU provider cannot open a bfloat16 model, so its placement is only measured where a device computes bfloat16.
 NO_PLACEMENT = "not asked for: where no device computes bfloat16, the server computes the model in float32"
+BFLOAT16_WEIGHTS = "the weights are bfloat16 numbers, so bfloat16 was tried first"
+_MOST = 0.9  # fraction of the elements; folded constants may be others
+_CHUNK_ELEMENTS = 1 << 19
+_LOW_BITS = np.uint32(0xFFFF)  # mask of the bits of a float32 number that are 0 in every bfloat16 number
 Beside: TypeAlias = Callable[["Certificate"], Sequence[tuple[Path, bytes]]]
 
 
 def nothing_beside(certificate: Certificate) -> Sequence[tuple[Path, bytes]]:  # noqa: ARG001  (see Beside)
     return ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Converted:
-    """A model that was written.
-
-    Attributes:
-        path: The model's file, or its version's folder in a repository; relative to the URL for one in object storage.
-        source_bytes: Size of the float32 model, data files included.
-        size_bytes: Size of the converted model, data files included.
-        report: The report of the conversion.
-        certificate: The verdict; None without verification.
-        placement: The placement of the nodes by ONNX Runtime, or the reason why it is unknown.
-        search: The nodes that need float32; None without a search.
-        superseded: Data files beside it that only the model before it used.
-        cuda: The nodes that CUDA would not compute as they are; empty for a model for CPUs alone.
-        growth: The reason why it is larger than the float32 model; None if it is not.
-        url: The URL of its version in object storage, without credentials; "" for files on this machine.
-    """
-
-    path: Path
-    source_bytes: int
-    size_bytes: int
-    report: ConversionReport
-    certificate: Certificate | None
-    placement: Placement | str
-    search: SearchResult | None
-    superseded: tuple[str, ...]
-    cuda: tuple[CudaWarning, ...] = ()
-    growth: str | None = None
-    url: str = ""
-
-    @property
-    def place(self) -> str:
-        """Where it was written, for people: a path or a URL."""
-        return self.url or str(self.path)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Certified(Converted):
-    """A model that was verified and written; see `Converted`."""
-
-    certificate: Certificate
-
-
-class SearchFailed(BudgetExceeded):
-    """The converted model is over budget, and the search found no set of float32 nodes that brings it within.
-
-    Attributes:
-        search: The result of the search. If it passed, its set was within the budget in the search but over it in the
-            verification.
-    """
-
-    def __init__(self, error: BudgetExceeded, search: SearchResult) -> None:
-        if search.passed:
-            found = (
-                f"with {len(search.keep_fp32_nodes)} nodes in float32 it was within the budget when the search tried it, and "
-                "verified again it is not: one of the two models gives different outputs for the same input"
-            )
-        else:
-            why = f": {search.explanation}" if search.explanation else ""
-            found = f"the search for nodes to keep in float32 found no set that is enough{why}"
-        cause = "; ".join(part for part in (error.cause, found) if part)
-        super().__init__(error.violation, error.certificate, cause=cause)
-        self.search = search
 
 
 def convert(
@@ -195,20 +138,64 @@ def _converted_to_either(
     verification = replace(verification, samples=lambda _: samples, lengths=lengths)  # once
     types: tuple[HalfName, ...] = ("float16", "bfloat16")
     notes = verification.notes
-    if holds_bfloat16_weights(opened):
+    if _holds_bfloat16_weights(opened):
         types, notes = types[::-1], (*notes, BFLOAT16_WEIGHTS)
     over: dict[HalfName, BudgetExceeded] = {}
     for dtype in types:
-        noted = replace(verification, notes=(*notes, *notes_on_rejected(over)))
+        noted = replace(verification, notes=(*notes, *_notes_on_rejected(over)))
         try:
             return _converted(opened, target, replace(settings, dtype=dtype, search=False), noted, progress, beside)
         except BudgetExceeded as error:
             over[dtype] = error
-    nearest = nearest_to_budget(over)
+    nearest = _nearest_to_budget(over)
     if not settings.search:
         raise over[nearest]
-    noted = replace(verification, notes=(*notes, *notes_on_rejected(over)))
+    noted = replace(verification, notes=(*notes, *_notes_on_rejected(over)))
     return _converted(opened, target, replace(settings, dtype=nearest), noted, progress, beside)
+
+
+def _holds_bfloat16_weights(model: ModelFile) -> bool:
+    """Whether rounding a float32 model's matrices to bfloat16 changes hardly any: they were stored or trained in bfloat16."""
+    exact = total = 0
+    for tensor in _matrices(model):
+        total += tensor.size
+        exact += tensor.size if _is_exact(tensor) else 0
+    return total > 0 and exact >= _MOST * total
+
+
+def _nearest_to_budget(over: Mapping[HalfName, BudgetExceeded]) -> HalfName:
+    """The type whose outputs exceed their limits by the smallest factor; NaN and infinities count as infinite."""
+    return min(over, key=lambda dtype: _excess(over[dtype]))
+
+
+def _notes_on_rejected(over: Mapping[HalfName, BudgetExceeded]) -> Iterator[str]:
+    """A note on each type that was tried before."""
+    return (f"{dtype} alone is over budget: {error.violation}" for dtype, error in over.items())
+
+
+def _matrices(model: ModelFile) -> Iterator[onnx_ir.TensorProtocol]:
+    for value in model.to_ir().graph.initializers.values():
+        tensor = value.const_value
+        if tensor is not None and tensor.dtype == onnx_ir.DataType.FLOAT and len(tensor.shape.numpy()) > 1:
+            yield tensor
+
+
+def _is_exact(tensor: onnx_ir.TensorProtocol) -> bool:
+    bits = np.ravel(tensor.numpy()).view(np.uint32)
+    starts = range(0, bits.size, _CHUNK_ELEMENTS)
+    return not any((bits[start : start + _CHUNK_ELEMENTS] & _LOW_BITS).any() for start in starts)
+
+
+def _excess(error: BudgetExceeded) -> float:
+    certificate = error.certificate
+    return max((_share(verdict, certificate.budget.max_scaled_error) for verdict in certificate.outputs), default=math.inf)
+
+
+def _share(verdict: OutputVerdict, limit: float) -> float:
+    figures = verdict.figures
+    if figures.non_finite or not math.isfinite(figures.max_scaled_error):
+        return math.inf
+    return figures.max_scaled_error / limit if limit else math.inf
 
 
 def _converted(

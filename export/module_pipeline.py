@@ -20,17 +20,18 @@ from halfserve.amp_core.policy import Policy
 from halfserve.amp_core.recorder import Record
 from halfserve.export.certificate.budget import Budget, usual_budgets
 from halfserve.export.certificate.certificate import signing_key
+from halfserve.export.conversion_results import Certified
 from halfserve.export.conversion_settings import ModuleKeywords, ModuleSettings
-from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.export_errors import ExportError
-from halfserve.export.file_conversion import Beside, Certified, convert_verified, nothing_beside
+from halfserve.export.file_conversion import Beside, convert_verified, nothing_beside
 from halfserve.export.half_module.fp32_modules import overflowing_modules, pinned_modules
 from halfserve.export.half_module.module_tensors import detached_copy
 from halfserve.export.half_types import HalfName
 from halfserve.export.onnx_fp16.graph import all_nodes
-from halfserve.export.onnx_fp16.planning.plan import KEEP
+from halfserve.export.onnx_fp16.planning.plan import KEEP_FP32
 from halfserve.export.onnx_fp16.pool_windows import bound_to_kernel
 from halfserve.export.placement.cuda_kernels import lost_on_cuda
+from halfserve.export.repository.repository_target import RepositoryTarget
 from halfserve.export.samples import Samples
 from halfserve.export.to_onnx.capture import FlatModel, run
 from halfserve.export.to_onnx.dimensions import BATCH
@@ -280,7 +281,7 @@ def mark_float32(model: onnx_ir.Model, parts: Mapping[str, str]) -> None:
             part = next((part for part in _itself_and_parents(name) if part in parts), None)
             if part is not None:
                 found.add(part)
-                node.metadata_props[KEEP] = parts[part]
+                node.metadata_props[KEEP_FP32] = parts[part]
     lost = next((part for part in parts if part not in found and parts[part].startswith("keep_fp32")), None)
     if lost is not None:
         raise ExportError(f"{lost!r} is to stay float32, and nothing in the graph comes from it; name the module around it")

@@ -12,8 +12,9 @@ from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 from halfserve.export.certificate.budget import unit_of
-from halfserve.export.certificate.certificate import Certificate, OutputVerdict, Plot, PrecisionVerdict
+from halfserve.export.certificate.certificate import Certificate
 from halfserve.export.certificate.table import accuracy_text, agreement_cell, kind_lines, sizes_text, worst_verdicts
+from halfserve.export.certificate.verdicts import OutputVerdict, Plot, PrecisionVerdict
 from halfserve.export.half_types import HALF_TYPES
 
 TENSORS_SHOWN = 50

@@ -15,13 +15,8 @@ from halfserve.export.half_types import HALF_TYPES
 
 if TYPE_CHECKING:
     from halfserve.export.certificate.budget import ColumnKind, ErrorFigures
-    from halfserve.export.certificate.certificate import (
-        Accuracy,
-        AdversarialVerdict,
-        Certificate,
-        OutputVerdict,
-        PrecisionVerdict,
-    )
+    from halfserve.export.certificate.certificate import Certificate
+    from halfserve.export.certificate.verdicts import Accuracy, AdversarialVerdict, OutputVerdict, PrecisionVerdict
 
 KEPT_SHOWN = 5
 RANGES_SHOWN = 4

@@ -27,7 +27,7 @@ from halfserve.export.sources.source_options import SourceOptions
 from halfserve.option_groups import takes_option_groups
 
 if TYPE_CHECKING:
-    from halfserve.export.file_conversion import Certified
+    from halfserve.export.conversion_results import Certified
 
 __all__ = ["EXIT_CODES", "export"]
 

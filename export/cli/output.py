@@ -17,7 +17,7 @@ from rich.text import Text
 
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
 from halfserve.export.certificate.table import certificate_table
-from halfserve.export.file_conversion import Converted, SearchFailed
+from halfserve.export.conversion_results import Converted, SearchFailed
 from halfserve.protos.certificates import SAMPLES
 
 if TYPE_CHECKING:

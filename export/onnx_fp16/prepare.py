@@ -14,7 +14,7 @@ from halfserve.export.onnx_fp16.element_types import infer_types
 from halfserve.export.onnx_fp16.float64 import narrow_float64
 from halfserve.export.onnx_fp16.graph import all_nodes, name_nodes
 from halfserve.export.onnx_fp16.named_nodes import keep_reason
-from halfserve.export.onnx_fp16.planning.plan import KEEP
+from halfserve.export.onnx_fp16.planning.plan import KEEP_FP32
 from halfserve.export.onnx_fp16.repair import repairs_for, run_passes
 
 
@@ -29,7 +29,7 @@ def repair_model(model: onnx_ir.Model, settings: ConversionSettings | None = Non
     for node in all_nodes(model):  # repairs leave alone what the user keeps in float32
         reason = keep_reason(node, settings)
         if reason is not None:
-            node.metadata_props.setdefault(KEEP, reason)
+            node.metadata_props.setdefault(KEEP_FP32, reason)
     repairs = run_passes(model, repairs_for(settings))
     if repairs:
         name_nodes(model)
@@ -51,7 +51,7 @@ def prepare(model: onnx_ir.Model, settings: ConversionSettings) -> tuple[Repair,
         for node in all_nodes(model):
             reason = keep_reason(node, settings) if node.op_identifier() in model.functions else None
             if reason is not None:
-                node.metadata_props[KEEP] = reason
+                node.metadata_props[KEEP_FP32] = reason
         _inline(model)
     name_nodes(model)
     _unify_constants(model)

@@ -17,7 +17,8 @@ from google.protobuf.message import DecodeError
 
 from halfserve.export.export_errors import ExportError, telling_place
 from halfserve.export.onnx_files.model_file import LARGE_BYTES
-from halfserve.export.repository.version_writer import CONFIG, LABELS, MODEL, require_name
+from halfserve.export.repository.version_files import CONFIG, LABELS, MODEL
+from halfserve.export.repository.version_writer import require_name
 from halfserve.files.object_storage import ObjectExistsError, ObjectStore, StorageError
 from halfserve.files.onnx_outline import DamagedFileError, without_large_tensors
 from halfserve.protos.certificates import CERTIFICATE

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from halfserve.export.certificate.certificate import OutputVerdict, json_values
+from halfserve.export.certificate.certificate import json_values
+from halfserve.export.certificate.verdicts import OutputVerdict
 from halfserve.export.search.narrowing import Ending
 
 

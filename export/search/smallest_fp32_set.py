@@ -41,7 +41,7 @@ from halfserve.export.verification.sandbox import Sandbox
 if TYPE_CHECKING:
     from torch import nn
 
-    from halfserve.amp_core.recorder import Record
+    from halfserve.amp_core.recorder.record import Record
     from halfserve.export.verification.generated.lengths import LongerSizes
     from halfserve.export.verification.judging import Judge
 

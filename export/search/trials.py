@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir
 
-from halfserve.export.certificate.certificate import OutputVerdict, PrecisionVerdict, Risk
+from halfserve.export.certificate.verdicts import OutputVerdict, PrecisionVerdict, Risk
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import ModelFile, open_model
 from halfserve.export.onnx_fp16.conversion_report import ConversionReport

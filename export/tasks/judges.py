@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.certificate.certificate import TaskFigure
+from halfserve.export.certificate.verdicts import TaskFigure
 from halfserve.export.verification.samples import Array, Feed
 
 LEAST_COSINE = 0.999

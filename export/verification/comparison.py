@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.certificate.certificate import OutputVerdict
+from halfserve.export.certificate.verdicts import OutputVerdict
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Criteria:
-    """What a converted model must meet, beside the settings of its conversion.
+    """Limits of a converted model, and the model to compare it with; its settings say in which types and on which samples.
 
     Attributes:
         budget: How much the converted model may differ: one budget for every type, or one by type.
@@ -30,8 +30,8 @@ class Criteria:
         labels: The true classes of the samples: integers, in the first output's shape without its class axis.
         record: The training record, whose modules the search tries first.
         task: Judges the first output in the terms of the model's task; by default its rows' argmax counts.
-        lengths: Sizes to try beside the samples', where `adversarial`. With None the verdict tries those that the float32 model
-            takes, and the search none.
+        lengths: Sizes to try beside the samples', where `adversarial`. With None the verdict tries sizes that the float32
+            model takes, and the search none.
         longest: The largest sizes of dynamic dimensions, by name, which are tried in place of `lengths`.
         batch_size: Samples per run. A model with a fixed batch runs in that size, and a remainder is left out.
         cuda: Whether the verdict is about a GPU too; None where there is one.

@@ -19,7 +19,7 @@ import onnxruntime
 from onnx import TensorProto, helper, inliner
 
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.certificate.certificate import LevelVerdict, OutputVerdict, Probe, Risk
+from halfserve.export.certificate.verdicts import LevelVerdict, OutputVerdict, Probe, Risk
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import BF16, FP16, HalfType
 from halfserve.export.onnx_files.external_data import external_tensors, location_of, take_in

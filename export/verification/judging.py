@@ -19,7 +19,7 @@ from halfserve.export.certificate.budget import (
     unit_of,
     violations,
 )
-from halfserve.export.certificate.certificate import AdversarialVerdict, OutputVerdict, Plot, TaskFigure
+from halfserve.export.certificate.verdicts import AdversarialVerdict, OutputVerdict, Plot, TaskFigure
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import FP16, HalfType
 from halfserve.export.verification.error_units import (

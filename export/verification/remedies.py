@@ -16,7 +16,8 @@ from halfserve.export.certificate.budget import (
     disagrees,
     error_limit,
 )
-from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, OutputVerdict
+from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
+from halfserve.export.certificate.verdicts import OutputVerdict
 from halfserve.export.half_types import HALF_BY_ELEM_TYPE, HalfType
 from halfserve.export.onnx_files.model_file import ModelFile
 from halfserve.export.verification.comparison import Comparison, ReferenceSensitivity

@@ -29,7 +29,7 @@ from itertools import count
 import onnx
 from onnx import TensorProto, helper, inliner, shape_inference
 
-from halfserve.export.certificate.certificate import Risk
+from halfserve.export.certificate.verdicts import Risk
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import BF16, FP16, FP16_MAX, HalfType
 from halfserve.export.onnx_files.model_file import format_opset

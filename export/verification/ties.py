@@ -16,7 +16,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.certificate.certificate import AdversarialVerdict, OutputVerdict
+from halfserve.export.certificate.verdicts import AdversarialVerdict, OutputVerdict
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import FP16
 from halfserve.export.onnx_files.model_file import open_model

@@ -15,8 +15,9 @@ import onnx
 import onnxruntime
 
 from halfserve.export.certificate.budget import Budget, usual_budgets
-from halfserve.export.certificate.certificate import Accuracy, Certificate, PrecisionVerdict, Risk
+from halfserve.export.certificate.certificate import Certificate
 from halfserve.export.certificate.embed import graph_sha256
+from halfserve.export.certificate.verdicts import Accuracy, PrecisionVerdict, Risk
 from halfserve.export.conversion_settings import PipelineSettings
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import Accumulators, HalfName, HalfType, TargetDevice, half_named
@@ -146,7 +147,7 @@ def verify(
 
 @dataclass(frozen=True, kw_only=True)
 class CertificateDetails:
-    """What a certificate says of a model beside the verdict; see `verify`."""
+    """Fields of a certificate that do not come from the comparison; see `verify`."""
 
     name: str
     source: ModelFile | None = None

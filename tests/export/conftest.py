@@ -13,7 +13,8 @@ import torch
 from onnx import TensorProto, helper
 
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.certificate.certificate import Certificate, OutputVerdict, Probe
+from halfserve.export.certificate.certificate import Certificate
+from halfserve.export.certificate.verdicts import OutputVerdict, Probe
 from halfserve.export.to_onnx.export_onnx import serialize
 from halfserve.export.verification.metrics import compare
 from tests.export.stored_models import chain

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import BudgetExceeded
 from halfserve.export.cli.output import print_conversion
+from halfserve.export.conversion_results import SearchFailed
 from halfserve.export.conversion_settings import PipelineSettings
-from halfserve.export.conversion_targets import FileTarget, RepositoryTarget
+from halfserve.export.conversion_targets import FileTarget
 from halfserve.export.export_errors import ExportError
-from halfserve.export.file_conversion import SearchFailed, convert, convert_verified
+from halfserve.export.file_conversion import convert, convert_verified
 from halfserve.export.onnx_files.model_file import ModelFile, open_model, serialize
 from halfserve.export.repository import recorded_samples
+from halfserve.export.repository.repository_target import RepositoryTarget
 from halfserve.export.verification.criteria import Verification
 from halfserve.export.verification.remedies import MEANS
 from halfserve.export.verification.samples import Array, SampleSet

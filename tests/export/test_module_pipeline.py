@@ -12,7 +12,7 @@ from torch import nn
 from halfserve import BudgetExceeded, ExportError, export_module, export_onnx, find_dtype_leaks
 from halfserve.amp_core.recorder import Recorder
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS
+from halfserve.export.file_conversion import BFLOAT16_WEIGHTS
 from halfserve.export.half_types import HalfName, TargetDevice
 from halfserve.export.placement.cuda_kernels import predict_cuda
 from tests.amp_core.several_inputs import LENGTH, Reader, Words

@@ -27,7 +27,7 @@ from halfserve.export.onnx_fp16.graph import (
 from halfserve.export.onnx_fp16.named_nodes import keep_reason
 from halfserve.export.onnx_fp16.planning.exact_arithmetic import keep_exact
 from halfserve.export.onnx_fp16.planning.long_sums import keep_long_sums
-from halfserve.export.onnx_fp16.planning.plan import KEEP, CastingPlan
+from halfserve.export.onnx_fp16.planning.plan import KEEP_FP32, CastingPlan
 from halfserve.export.onnx_fp16.planning.quantization import between_reason, nodes_between, quantized_gaps
 from halfserve.export.onnx_fp16.planning.weights import weight_of
 from halfserve.export.onnx_fp16.pool_windows import bound_to_kernel
@@ -47,7 +47,7 @@ def keep_nodes(plan: CastingPlan) -> None:
     """Keep nodes in float32 for the user, a repair, exactness, quantization, an operator's signature or the runtime."""
     nodes = list(all_nodes(plan.model))
     for node in nodes:
-        listed, marked = keep_reason(node, plan.settings), node.metadata_props.pop(KEEP, None)
+        listed, marked = keep_reason(node, plan.settings), node.metadata_props.pop(KEEP_FP32, None)
         reason = listed or marked
         if reason is not None:
             plan.keep(node, reason)

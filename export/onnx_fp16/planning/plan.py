@@ -21,7 +21,7 @@ from halfserve.export.onnx_fp16.graph import (
     slots_of,
 )
 
-KEEP = "halfserve.keep"  # metadata of a node that a user or a repair keeps in float32: the reason
+KEEP_FP32 = "halfserve.keep"  # metadata of a node that a user or a repair keeps in float32: the reason
 # Cast takes any type; so does the first input of CastLike, whose second input determines the type.
 _TAKES_ANY = frozenset({("Cast", 0), ("CastLike", 0)})
 

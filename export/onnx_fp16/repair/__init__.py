@@ -8,6 +8,7 @@ import onnx_ir
 
 from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.export_errors import ExportError
+from halfserve.export.half_types import HALF_TYPES, HalfName, TargetDevice
 from halfserve.export.onnx_fp16.conversion_report import Repair
 from halfserve.export.onnx_fp16.repair.cuda_forms import SPELL_OUT_CLIP, SPELL_OUT_MAX_POOL
 from halfserve.export.onnx_fp16.repair.edits import RepairPass
@@ -23,38 +24,40 @@ from halfserve.export.onnx_fp16.repair.fragile_chains import KEEP_FRAGILE, KEEP_
 from halfserve.export.onnx_fp16.repair.masks import KEEP_MASKS, SOFTEN_MASKS
 from halfserve.export.onnx_fp16.repair.norms import FUSE_LAYER_NORM, FUSE_MOMENTS
 
-# In this order: weights first, then operators in one piece, and last what can only be kept in float32.
-REPAIRS: tuple[RepairPass, ...] = (
-    FOLD_BATCH_NORM,
-    SPELL_OUT_BATCH_NORM,
-    FOLD_SCALE,
-    FUSE_LAYER_NORM,
-    FUSE_MOMENTS,
-    FUSE_SOFTMAX,
-    FUSE_LOG_SOFTMAX,
-    FUSE_SOFTPLUS,
-    LIMIT_GELU,
-    SOFTEN_MASKS,
-    KEEP_MASKS,
-    KEEP_FRAGILE,
+_BOTH: frozenset[HalfName] = frozenset(HALF_TYPES)
+_FLOAT16: frozenset[HalfName] = frozenset({"float16"})
+_BFLOAT16: frozenset[HalfName] = frozenset({"bfloat16"})
+_ALL: frozenset[TargetDevice] = frozenset({"any", "cpu", "cuda"})
+_WITH_CUDA: frozenset[TargetDevice] = frozenset({"any", "cuda"})
+_CUDA_ALONE: frozenset[TargetDevice] = frozenset({"cuda"})
+
+# Each pass with the types and the targets that it is for, in this order: weights first, then operators in one piece, then what
+# can only be kept in float32, and last the forms for kernels. bfloat16 has float32's range: it needs no pass that serves the
+# range, and loses digits in norms in parts.
+REPAIRS: tuple[tuple[RepairPass, frozenset[HalfName], frozenset[TargetDevice]], ...] = (
+    (FOLD_BATCH_NORM, _BOTH, _ALL),
+    (SPELL_OUT_BATCH_NORM, _FLOAT16, _ALL),
+    (FOLD_SCALE, _FLOAT16, _ALL),
+    (FUSE_LAYER_NORM, _BOTH, _ALL),
+    (FUSE_MOMENTS, _BOTH, _ALL),
+    (FUSE_SOFTMAX, _BOTH, _ALL),
+    (FUSE_LOG_SOFTMAX, _BOTH, _ALL),
+    (FUSE_SOFTPLUS, _BOTH, _ALL),
+    (LIMIT_GELU, _FLOAT16, _ALL),
+    (SOFTEN_MASKS, _FLOAT16, _ALL),
+    (KEEP_MASKS, _FLOAT16, _ALL),
+    (KEEP_FRAGILE, _FLOAT16, _ALL),
+    (KEEP_PARTS, _BFLOAT16, _ALL),
+    (SPELL_OUT_MAX_POOL, _BOTH, _WITH_CUDA),
+    (SPELL_OUT_CLIP, _BFLOAT16, _CUDA_ALONE),  # CPUs fuse Clip with the Conv before it
+    (SPELL_OUT_SILU, _BOTH, _CUDA_ALONE),  # ONNX Runtime's CPU provider takes twice as long for a SiLU in parts
 )
 
 
 def repairs_for(settings: ConversionSettings) -> tuple[RepairPass, ...]:
-    """The passes for a type and a target.
-
-    A type of float32's range needs none that serve the range, and loses digits in norms in parts. MaxPool becomes slices unless
-    the model is for CPUs alone. Only a model for CUDA alone has Clip and SiLU spelled out: CPUs fuse Clip with the Conv before
-    it, and ONNX Runtime's CPU provider takes twice as long for a SiLU in parts.
-    """
-    wide, target = settings.half.has_float32_range, settings.target_device
-    passes = (*(repair for repair in REPAIRS if not repair.for_range), KEEP_PARTS) if wide else REPAIRS
-    return (
-        *passes,
-        *([SPELL_OUT_MAX_POOL] if target != "cpu" else []),
-        *([SPELL_OUT_CLIP] if target == "cuda" and wide else []),
-        *([SPELL_OUT_SILU] if target == "cuda" else []),
-    )
+    """Return the passes for a type and a target."""
+    dtype, target = settings.half.name, settings.target_device
+    return tuple(each for each, dtypes, targets in REPAIRS if dtype in dtypes and target in targets)
 
 
 class PassError(ExportError):

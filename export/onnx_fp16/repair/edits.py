@@ -12,7 +12,7 @@ import onnx_ir
 
 from halfserve.export.onnx_fp16.conversion_report import Repair
 from halfserve.export.onnx_fp16.graph import FLOAT, constant_of
-from halfserve.export.onnx_fp16.planning.plan import KEEP
+from halfserve.export.onnx_fp16.planning.plan import KEEP_FP32
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -27,13 +27,11 @@ class RepairPass:
         name: The repair's name in reports and errors.
         call: Rewrites a model in place.
         left: Finds what the pass should have repaired: empty after `call`.
-        for_range: Whether it serves float16's range alone, so that a type of float32's range does without.
     """
 
     name: str
     call: Callable[[onnx_ir.Model], list[Repair]]
     left: Callable[[onnx_ir.Model], Iterable[onnx_ir.Node]] = lambda _: ()
-    for_range: bool = False
 
 
 def repair(pass_name: str, nodes: Iterable[onnx_ir.Node], text: str) -> Repair:
@@ -47,14 +45,14 @@ def is_op(node: onnx_ir.Node | None, *types: str) -> bool:
 
 def is_kept(*nodes: onnx_ir.Node) -> bool:
     """Whether a user or a repair marked one of the nodes to stay float32 as it is."""
-    return any(KEEP in node.metadata_props for node in nodes)
+    return any(KEEP_FP32 in node.metadata_props for node in nodes)
 
 
 def keep(nodes: Iterable[onnx_ir.Node], reason: str, pass_name: str) -> list[Repair]:
     """Mark nodes to stay float32; report the nodes that were not marked before."""
     fresh = [node for node in dict.fromkeys(nodes) if not is_kept(node)]
     for node in fresh:
-        node.metadata_props[KEEP] = reason
+        node.metadata_props[KEEP_FP32] = reason
     return [repair(pass_name, fresh, f"kept in float32: {reason}")] if fresh else []
 
 

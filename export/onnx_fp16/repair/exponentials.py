@@ -240,6 +240,5 @@ LIMIT_GELU = RepairPass(
     name="limit-gelu",
     call=_limit_gelu,
     left=lambda model: (node for node in all_nodes(model) if _is_unlimited(node)),
-    for_range=True,
 )
 SPELL_OUT_SILU = RepairPass(name="spell-out-silu", call=_spell_out_silu, left=_silus)

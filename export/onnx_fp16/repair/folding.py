@@ -274,5 +274,5 @@ def _is_transposed(linear: onnx_ir.Node) -> bool:
 
 
 FOLD_BATCH_NORM = RepairPass(name="fold-batch-norm", call=_fold_batch_norm, left=_foldable_norms)
-SPELL_OUT_BATCH_NORM = RepairPass(name="fold-batch-norm", call=_spell_out_batch_norm, for_range=True)
-FOLD_SCALE = RepairPass(name="fold-scale", call=_fold_scale, left=_foldable_scales, for_range=True)
+SPELL_OUT_BATCH_NORM = RepairPass(name="fold-batch-norm", call=_spell_out_batch_norm)
+FOLD_SCALE = RepairPass(name="fold-scale", call=_fold_scale, left=_foldable_scales)

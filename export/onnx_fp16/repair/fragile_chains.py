@@ -322,7 +322,5 @@ def _product(node: onnx_ir.Node, products: int) -> tuple[float, tuple[onnx_ir.No
     return float(np.prod([size for size, _ in known])), (node, *(one for _, path in known for one in path))
 
 
-KEEP_FRAGILE = RepairPass(
-    name="keep-fragile", call=partial(_keep, _opened_by), left=partial(_unmarked, _opened_by), for_range=True
-)
+KEEP_FRAGILE = RepairPass(name="keep-fragile", call=partial(_keep, _opened_by), left=partial(_unmarked, _opened_by))
 KEEP_PARTS = RepairPass(name="keep-fragile", call=partial(_keep, _parts_at), left=partial(_unmarked, _parts_at))

@@ -16,7 +16,7 @@ import onnx_ir
 from halfserve.export.half_types import FP16_MAX, FP16_OVERFLOW
 from halfserve.export.onnx_fp16.conversion_report import Repair
 from halfserve.export.onnx_fp16.graph import FLOAT, MOVERS, all_nodes, asks_for_infinity
-from halfserve.export.onnx_fp16.planning.plan import KEEP
+from halfserve.export.onnx_fp16.planning.plan import KEEP_FP32
 from halfserve.export.onnx_fp16.repair.edits import (
     Array,
     NodeBuilder,
@@ -69,7 +69,7 @@ def _soften_masks(model: onnx_ir.Model) -> list[Repair]:
             text = f"{largest:.3g} becomes {SOFT:g}, and takes the place of the scores that it hides"
         else:
             for node in (*mask.nodes, *_infinity_tests(mask), addition, *_way_to_softmax(addition.outputs[0])):
-                node.metadata_props.setdefault(KEEP, REASON)
+                node.metadata_props.setdefault(KEEP_FP32, REASON)
             text = f"kept in float32: {REASON}"
         repairs.append(repair(SOFTEN_MASKS.name, [addition], text))
     return repairs
@@ -288,6 +288,5 @@ SOFTEN_MASKS = RepairPass(
     name="soften-masks",
     call=_soften_masks,
     left=lambda model: (addition for addition, _, _ in _masked_additions(model)),
-    for_range=True,
 )
-KEEP_MASKS = RepairPass(name="keep-masks", call=_keep_masks, for_range=True)
+KEEP_MASKS = RepairPass(name="keep-masks", call=_keep_masks)

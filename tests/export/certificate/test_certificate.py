@@ -19,20 +19,11 @@ from cryptography.hazmat.primitives.asymmetric import ed448, ed25519
 from onnx import numpy_helper
 
 from halfserve.export.certificate.budget import Budget, ErrorFigures, adversarial_violations, violations
-from halfserve.export.certificate.certificate import (
-    SCHEMA_VERSION,
-    Accuracy,
-    AdversarialVerdict,
-    Certificate,
-    LevelVerdict,
-    Probe,
-    Risk,
-    read_certificate,
-    signing_key,
-)
+from halfserve.export.certificate.certificate import SCHEMA_VERSION, Certificate, read_certificate, signing_key
 from halfserve.export.certificate.embed import KEY, certificate_of, check_embedded, embed, embed_in_file, graph_sha256
 from halfserve.export.certificate.html import certificate_page
 from halfserve.export.certificate.table import certificate_table
+from halfserve.export.certificate.verdicts import Accuracy, AdversarialVerdict, LevelVerdict, Probe, Risk
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.onnx_files.model_file import open_model, serialize
 from halfserve.export.verification.metrics import compare

@@ -10,15 +10,9 @@ import onnx
 import pytest
 
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.certificate.certificate import (
-    Accuracy,
-    AdversarialVerdict,
-    Certificate,
-    LevelVerdict,
-    OutputVerdict,
-    Risk,
-)
+from halfserve.export.certificate.certificate import Certificate
 from halfserve.export.certificate.html import certificate_page
+from halfserve.export.certificate.verdicts import Accuracy, AdversarialVerdict, LevelVerdict, OutputVerdict, Risk
 from halfserve.export.verification.judging import plot_of
 from halfserve.export.verification.metrics import compare
 

@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 from halfserve.export.certificate.certificate import BudgetExceeded, read_certificate
 from halfserve.export.certificate.embed import check_embedded
 from halfserve.export.cli.convert import EXIT_CODES, convert
+from halfserve.export.conversion_results import SearchFailed
 from halfserve.export.export_errors import ExportError
-from halfserve.export.file_conversion import SearchFailed
 from halfserve.export.onnx_files.model_file import LARGE_BYTES, open_model
 from halfserve.protos.certificate_signature import VerifyingKey
 from tests.export.stored_models import in_one_file, parse, sums, with_data_files

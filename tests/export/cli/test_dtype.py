@@ -19,8 +19,8 @@ from halfserve.export.certificate.embed import check_embedded
 from halfserve.export.cli.convert import convert
 from halfserve.export.cli.export import export
 from halfserve.export.cli.verify import verify
-from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS
 from halfserve.export.export_errors import UsageError
+from halfserve.export.file_conversion import BFLOAT16_WEIGHTS
 from halfserve.export.module_pipeline import export_module
 from halfserve.export.onnx_files.model_file import open_model
 from tests.export import models

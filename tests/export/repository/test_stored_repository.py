@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from halfserve.export.certificate.certificate import Certificate
 from halfserve.export.cli.convert import EXIT_CODES, convert
-from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import open_model
+from halfserve.export.repository.repository_target import RepositoryTarget
 from halfserve.export.repository.stored_repository import StoredRepository
 from halfserve.export.repository.version_writer import write_model_version
 from tests.export.repository.test_version_writer import Certify

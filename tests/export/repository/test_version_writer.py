@@ -21,7 +21,8 @@ from halfserve.export.certificate.certificate import Certificate, read_certifica
 from halfserve.export.certificate.embed import check_embedded
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import open_model
-from halfserve.export.repository.version_writer import FP32_TWIN, write_model_version
+from halfserve.export.repository.version_files import FP32_TWIN
+from halfserve.export.repository.version_writer import write_model_version
 from halfserve.export.tasks.task import Task
 from halfserve.export.to_onnx.export_onnx import serialize
 from halfserve.protos.certificate_signature import VerifyingKey

@@ -44,7 +44,7 @@ def search(model: onnx.ModelProto | onnx_ir.Model, **changed: Any) -> SearchResu
     return find_fp32_nodes(model, given_.pop("inputs", samples()), **given_)
 
 
-def within_budget(model: onnx.ModelProto, blocked: set[str]) -> bool:
+def within_budget(model: onnx.ModelProto, keep_fp32_nodes: set[str]) -> bool:
     """The same question, asked without the search's own machinery."""
     import onnxruntime  # noqa: PLC0415  (only this oracle runs models in this process)
 
@@ -53,7 +53,7 @@ def within_budget(model: onnx.ModelProto, blocked: set[str]) -> bool:
         session_options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
         return onnxruntime.InferenceSession(proto.SerializeToString(), session_options).run(None, {"x": samples()[0]})[0]
 
-    converted = convert(onnx_ir.from_proto(model), ConversionSettings(keep_fp32_nodes=blocked, repair=False))
+    converted = convert(onnx_ir.from_proto(model), ConversionSettings(keep_fp32_nodes=keep_fp32_nodes, repair=False))
     figures = compare(run(model), run(round_every_node(onnx_ir.to_proto(converted.model))))
     return figures.non_finite == 0 and figures.max_scaled_error <= BUDGET.max_scaled_error
 

@@ -12,11 +12,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from halfserve.export.conversion_results import Certified
 from halfserve.export.conversion_settings import ModuleSettings
-from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.export_errors import ExportError, UsageError
-from halfserve.export.file_conversion import Certified
 from halfserve.export.module_pipeline import export_verified
+from halfserve.export.repository.repository_target import RepositoryTarget
 from halfserve.export.sources.hugging_face import open_hugging_face
 from halfserve.export.sources.source import Source
 from halfserve.export.sources.source_options import SourceOptions

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from halfserve.export.conversion_settings import ModuleSettings
-from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.module_pipeline import export_verified
+from halfserve.export.repository.repository_target import RepositoryTarget
 from halfserve.export.sources.opening import open_source
 from halfserve.export.sources.source import Source
 from halfserve.export.sources.source_options import SourceOptions

@@ -8,7 +8,8 @@ import onnx_ir
 import pytest
 
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.certificate.certificate import AdversarialVerdict, BudgetExceeded, Certificate, OutputVerdict
+from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
+from halfserve.export.certificate.verdicts import AdversarialVerdict, OutputVerdict
 from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import BF16, FP16

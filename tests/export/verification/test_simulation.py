@@ -11,7 +11,8 @@ import torch
 from onnx import numpy_helper, parser
 from torch import nn
 
-from halfserve.export.certificate.certificate import BudgetExceeded, Risk
+from halfserve.export.certificate.certificate import BudgetExceeded
+from halfserve.export.certificate.verdicts import Risk
 from halfserve.export.half_module.to_half import to_half
 from halfserve.export.onnx_files.model_file import open_model, serialize
 from halfserve.export.to_onnx.export_onnx import export_onnx

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, TaskFigure, read_certificate
+from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, read_certificate
 from halfserve.export.certificate.embed import graph_sha256
+from halfserve.export.certificate.verdicts import TaskFigure
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_module.to_half import to_half
 from halfserve.export.onnx_files.model_file import ModelFile, serialize

@@ -17,8 +17,9 @@ from google.protobuf import text_format
 from onnx import numpy_helper
 
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.certificate.certificate import Certificate, OutputVerdict, Probe
+from halfserve.export.certificate.certificate import Certificate
 from halfserve.export.certificate.embed import KEY, embed_in_file
+from halfserve.export.certificate.verdicts import OutputVerdict, Probe
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.repository.version_writer import write_model_version
 from halfserve.export.tasks.task import Task

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.prepare import prepare, repair_model
-from halfserve.export.onnx_fp16.repair import REPAIRS, run_passes
+from halfserve.export.onnx_fp16.repair import repairs_for, run_passes
 from halfserve.export.verification.simulation import round_every_node
 from tests.export.onnx_fp16.models import halve
 from tests.export.onnx_fp16.repair.same import answers, compare
@@ -142,7 +142,7 @@ def test_together_they_change_no_answer(pieces: list[Piece], given_out: set[int]
     model = put_together(pieces, given_out, seed)
     work = onnx_ir.from_proto(onnx.ModelProto.FromString(model.SerializeToString()))
     repair_model(work)
-    assert run_passes(work, REPAIRS) == (), "there is nothing left to repair"
+    assert run_passes(work, repairs_for(ConversionSettings())) == (), "there is nothing left to repair"
     after = onnx_ir.to_proto(work)
     onnx.checker.check_model(after, full_check=True)
     compare(model, after, feeds_of(model, seed), 2e-4)  # a norm behind a norm sees differences of the last bit
@@ -221,7 +221,7 @@ def test_the_passes_find_what_each_piece_is_there_for() -> None:
     for piece in PIECES:
         work = onnx_ir.from_proto(put_together([piece], set(), 0))
         prepare(work, ConversionSettings())
-        assert run_passes(work, REPAIRS), piece.__name__
+        assert run_passes(work, repairs_for(ConversionSettings())), piece.__name__
     model = put_together(list(PIECES), set(), 0)
     assert all(np.isfinite(answer).all() for answer in answers(model, feeds_of(model, 0)))
 

@@ -9,7 +9,7 @@ import pytest
 
 from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.convert import convert
-from halfserve.export.onnx_fp16.planning.plan import KEEP
+from halfserve.export.onnx_fp16.planning.plan import KEEP_FP32
 from halfserve.export.onnx_fp16.prepare import prepare
 from halfserve.export.onnx_fp16.repair import run_passes
 from halfserve.export.onnx_fp16.repair.fragile_chains import KEEP_FRAGILE
@@ -28,7 +28,7 @@ def kept(text: str, opset: int = 20, **numbers: Any) -> dict[str, str]:
     run_passes(model, [KEEP_FRAGILE])
     assert run_passes(model, [KEEP_FRAGILE]) == ()
     assert [n.op_type for n in model.graph] == [n.op_type for n in before.graph.node], "nothing but marks"
-    return {node.name or "": node.metadata_props[KEEP] for node in model.graph if KEEP in node.metadata_props}
+    return {node.name or "": node.metadata_props[KEEP_FP32] for node in model.graph if KEEP_FP32 in node.metadata_props}
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_marks_of_the_user_stay_as_they_are() -> None:
     )
     prepare(model, ConversionSettings())
     node = next(iter(model.graph))
-    node.metadata_props[KEEP] = "asked for"
+    node.metadata_props[KEEP_FP32] = "asked for"
     run_passes(model, [KEEP_FRAGILE])
-    assert node.metadata_props[KEEP] == "asked for"
+    assert node.metadata_props[KEEP_FP32] == "asked for"
     assert isinstance(onnx_ir.to_proto(model), onnx.ModelProto)
 
 

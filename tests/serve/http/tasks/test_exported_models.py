@@ -13,8 +13,8 @@ import transformers
 from PIL import Image
 
 from halfserve.export.conversion_settings import ModuleSettings
-from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.module_pipeline import export_verified
+from halfserve.export.repository.repository_target import RepositoryTarget
 from halfserve.export.sources.hugging_face import open_hugging_face
 from halfserve.export.sources.picture_preparation import proof_pictures
 from halfserve.export.sources.source_options import SourceOptions
