@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -104,39 +104,93 @@ def run_batch(
         # The requests are not padded either, because padded rows are other rows too.
         apart = [run_batch(backend, [one], guard, memory=memory, invariance=invariance) for one in requests]
         return [result for results in apart for result in results]
-
-    def together(some: list[InferRequest]) -> list[Answered | Failed]:
-        ready = gathered if some is requests else None
-        if ragged is not None:
-            return _run_ragged(backend, some, ragged, ready)
-        return _run_together(backend, some, guard, memory, padded_sizes, invariance, padding, ready)
-
-    return _isolate(together, requests, invariance, one_is_bad=False)
+    run = _BatchRun(backend, guard, memory, padded_sizes, invariance, padding, ragged)
+    return run.isolate(requests, gathered)
 
 
-def _isolate(
-    together: Callable[[list[InferRequest]], list[Answered | Failed]],
-    requests: list[InferRequest],
-    invariance: BatchInvariance | None,
-    *,
-    one_is_bad: bool,
-) -> list[Answered | Failed]:
-    # A request of this batch may just have shown that sharing is unsafe.
-    if len(requests) > 1 and invariance is not None and not invariance.is_safe:
-        return [result for request in requests for result in _isolate(together, [request], invariance, one_is_bad=False)]
-    if not one_is_bad or len(requests) == 1:
-        try:
-            return together(requests)
-        except Exception as error:
-            if len(requests) == 1:
-                return [failed(requests[0], error)]
-            if is_device_lost(error):
-                raise InstanceLostError(str(error)) from error
-    middle = len(requests) // 2
-    left = _isolate(together, requests[:middle], invariance, one_is_bad=False)
-    # If the left half succeeds, the right half fails as a whole: bisect it without running it.
-    left_is_good = not any(isinstance(result, Failed) for result in left)
-    return left + _isolate(together, requests[middle:], invariance, one_is_bad=left_is_good)
+class _BatchRun:
+    """Runs one batch, and its parts if it fails; see `run_batch` for the arguments."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        guard: PrecisionGuard | None,
+        memory: MemoryLimit | None,
+        padded_sizes: Sequence[int],
+        invariance: BatchInvariance | None,
+        padding: Padding | None,
+        ragged: Ragged | None,
+    ) -> None:
+        self._backend = backend
+        self._guard = guard
+        self._memory = memory
+        self._padded_sizes = padded_sizes
+        self._invariance = invariance
+        self._padding = padding
+        self._ragged = ragged
+
+    @property
+    def _is_unsafe(self) -> bool:
+        """Whether requests must not share a batch; then they are neither padded nor computed in pieces."""
+        return self._invariance is not None and not self._invariance.is_safe
+
+    def isolate(
+        self, requests: list[InferRequest], gathered: GatheredBatch | None = None, *, one_is_bad: bool = False
+    ) -> list[Answered | Failed]:
+        """Run requests together, and bisect them after a failure; `one_is_bad`: whether they are known to fail together."""
+        # A request of this batch may just have shown that sharing is unsafe.
+        if len(requests) > 1 and self._is_unsafe:
+            return [result for request in requests for result in self.isolate([request])]
+        if not one_is_bad or len(requests) == 1:
+            try:
+                return (
+                    self._together(requests, gathered)
+                    if self._ragged is None
+                    else self._joined(requests, self._ragged, gathered)
+                )
+            except Exception as error:
+                if len(requests) == 1:
+                    return [failed(requests[0], error)]
+                if is_device_lost(error):
+                    raise InstanceLostError(str(error)) from error
+        middle = len(requests) // 2
+        left = self.isolate(requests[:middle])
+        # If the left half succeeds, the right half fails as a whole: bisect it without running it.
+        left_is_good = not any(isinstance(result, Failed) for result in left)
+        return left + self.isolate(requests[middle:], one_is_bad=left_is_good)
+
+    def _together(self, requests: list[InferRequest], gathered: GatheredBatch | None = None) -> list[Answered | Failed]:
+        backend, guard, memory, padding, invariance = self._backend, self._guard, self._memory, self._padding, self._invariance
+        is_unsafe = self._is_unsafe
+        if gathered is None:
+            gathered = gather(backend, requests) if is_unsafe else gather(backend, requests, self._padded_sizes, padding)
+        inputs, rows, length = gathered.inputs, gathered.rows, gathered.length
+        assembled = time.monotonic_ns()
+        outputs = backend.run(inputs) if memory is None else memory.run(backend, inputs, 1 if is_unsafe else rows)
+        computed = time.monotonic_ns()
+        if invariance is not None and not is_unsafe and len(requests) == 1:
+            invariance.look(outputs, rows)
+            if not invariance.is_safe:
+                return self._together(requests)
+        verdict = None if guard is None else guard.after(requests, inputs, outputs)
+        if verdict is not None:
+            outputs = verdict.outputs
+        if padding is None or not length:
+            answers = take_apart(outputs, requests, rows)
+        else:
+            answers = padding.answers(outputs, requests, rows, length)
+        times = BatchTimes(started=gathered.started, assembled=assembled, computed=computed, split=time.monotonic_ns())
+        return [Answered(requests, answers, times)] if verdict is None else judged(verdict, requests, answers, times)
+
+    def _joined(self, requests: list[InferRequest], ragged: Ragged, gathered: GatheredBatch | None) -> list[Answered | Failed]:
+        if gathered is None:
+            gathered = gather(self._backend, requests, ragged=ragged)
+        assembled = time.monotonic_ns()
+        outputs = self._backend.run(gathered.inputs)
+        computed = time.monotonic_ns()
+        answers = ragged.answers(outputs, requests)
+        times = BatchTimes(started=gathered.started, assembled=assembled, computed=computed, split=time.monotonic_ns())
+        return [Answered(requests, answers, times)]
 
 
 def failed(request: InferRequest, error: Exception) -> Failed:
@@ -164,51 +218,6 @@ def _forget_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _run_together(
-    backend: Backend,
-    requests: list[InferRequest],
-    guard: PrecisionGuard | None,
-    memory: MemoryLimit | None,
-    padded_sizes: Sequence[int],
-    invariance: BatchInvariance | None,
-    padding: Padding | None,
-    gathered: GatheredBatch | None = None,
-) -> list[Answered | Failed]:
-    is_unsafe = invariance is not None and not invariance.is_safe  # requests of an unsafe model are neither padded nor split
-    if gathered is None:
-        gathered = gather(backend, requests) if is_unsafe else gather(backend, requests, padded_sizes, padding)
-    inputs, rows, length = gathered.inputs, gathered.rows, gathered.length
-    assembled = time.monotonic_ns()
-    outputs = backend.run(inputs) if memory is None else memory.run(backend, inputs, 1 if is_unsafe else rows)
-    computed = time.monotonic_ns()
-    if invariance is not None and not is_unsafe and len(requests) == 1:
-        invariance.look(outputs, rows)
-        if not invariance.is_safe:
-            return _run_together(backend, requests, guard, memory, padded_sizes, invariance, padding)
-    verdict = None if guard is None else guard.after(requests, inputs, outputs)
-    if verdict is not None:
-        outputs = verdict.outputs
-    if padding is None or not length:
-        answers = take_apart(outputs, requests, rows)
-    else:
-        answers = padding.answers(outputs, requests, rows, length)
-    times = BatchTimes(started=gathered.started, assembled=assembled, computed=computed, split=time.monotonic_ns())
-    return [Answered(requests, answers, times)] if verdict is None else judged(verdict, requests, answers, times)
-
-
-def _run_ragged(
-    backend: Backend, requests: list[InferRequest], ragged: Ragged, gathered: GatheredBatch | None
-) -> list[Answered | Failed]:
-    if gathered is None:
-        gathered = gather(backend, requests, ragged=ragged)
-    assembled = time.monotonic_ns()
-    outputs = backend.run(gathered.inputs)
-    computed = time.monotonic_ns()
-    answers = ragged.answers(outputs, requests)
-    times = BatchTimes(started=gathered.started, assembled=assembled, computed=computed, split=time.monotonic_ns())
-    return [Answered(requests, answers, times)]
-
-
 def judged(
     verdict: GuardVerdict, requests: list[InferRequest], answers: list[Tensors], times: BatchTimes
 ) -> list[Answered | Failed]:
@@ -227,6 +236,11 @@ def _remarked(request: InferRequest, answer: Tensors) -> Tensors:
 
 
 def take_apart(outputs: Tensors, requests: list[InferRequest], rows: int) -> list[Tensors]:
+    """Return the answer of each request from the outputs of a batch with `rows` rows.
+
+    Raises:
+        BackendError: an output of several requests has another number of rows.
+    """
     if len(requests) == 1 and rows == requests[0].rows:
         request = requests[0]
         if any(not array.ndim or len(array) != rows for array in outputs.values()):
