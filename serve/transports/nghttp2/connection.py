@@ -141,7 +141,7 @@ class GrpcConnection(GrpcSession):
 
     def pause_writing(self) -> None:
         self._send_buffer.paused = True
-        self._fast_path.is_open = False
+        self._fast_path.pause()
 
     def resume_writing(self) -> None:
         if not self._has_left:
@@ -159,25 +159,16 @@ class GrpcConnection(GrpcSession):
         repeated, send_buffer, http2 = self._fast_path, self._send_buffer, self._http2
         while repeated.closed:
             self._stream_gone(repeated.closed.pop())
-        explains = bool(repeated.explained) and not send_buffer.paused and self._explain()
+        explains = repeated.has_explained and not send_buffer.paused and self._explain()
         if not send_buffer.paused:
-            repeated.acknowledge()
-            # First: libnghttp2 may acknowledge new settings that these frames do not follow yet.
-            if repeated.unsent:
-                if repeated.has_large:
-                    transport.writelines(repeated.unsent)
-                    repeated.has_large = False
-                else:
-                    transport.write(b"".join(repeated.unsent))
-                repeated.unsent.clear()
+            repeated.write(transport)  # first: libnghttp2 may acknowledge new settings that these frames do not follow yet
         try:
             listens = send_buffer.ending or send_buffer.waiting
             if explains or listens or not repeated.is_open or http2.want_write or http2.queued_body_size():
                 self._write_http2(transport, explains=explains)
             else:  # libnghttp2 has nothing to send
-                repeated.has_fed = False
-                repeated.is_open = repeated.spare > 0
-            is_over = not (http2.want_read or http2.want_write or repeated.unsent)
+                repeated.resume()
+            is_over = not (http2.want_read or http2.want_write or repeated.has_unsent)
         except NGH2Error:
             self._give_up()
             return
@@ -302,15 +293,10 @@ class GrpcConnection(GrpcSession):
 
         Only after writing the resets does libnghttp2 show whether it ends the connection instead, as for undecodable headers.
         """
-        repeated, frames = self._fast_path, b""
+        resets = b""
         with contextlib.suppress(NGH2Error):
-            frames = self._http2.data_to_send(WRITE_BYTES)
-        if self._is_at_its_end():
-            frames = repeated.last_words(frames)
-        else:
-            repeated.unsent += repeated.explained
-        repeated.explained.clear()
-        repeated.unsent.append(frames)
+            resets = self._http2.data_to_send(WRITE_BYTES)
+        self._fast_path.explain_resets(resets, is_last=self._is_at_its_end())
         return True
 
     def _is_at_its_end(self) -> bool:

@@ -10,6 +10,7 @@ needs. Credit that libnghttp2 has received stays with it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -83,8 +84,8 @@ class FastPath:
     """The fast path of one connection."""
 
     __slots__ = (
-        "_frame_bytes", "_http2", "_limits", "_stream_window", "_windows", "calls", "closed", "explained", "granted", "has_fed",
-        "has_large", "http2_latest", "is_open", "is_over", "latest", "requests", "spare", "templates", "unsent",
+        "_explained", "_frame_bytes", "_has_fed", "_has_large", "_http2", "_limits", "_spare", "_stream_window", "_unsent",
+        "_windows", "calls", "closed", "granted", "http2_latest", "is_open", "is_over", "latest", "requests", "templates",
     )  # fmt: skip
 
     def __init__(
@@ -99,17 +100,17 @@ class FastPath:
         self.granted: dict[int, int] = {}  # unanswered fast-path calls by stream, with their additional send window
         self.requests = PendingRequests(limits, share)  # incomplete requests of these calls
         self.templates: dict[bytes, CallTemplate] = {}  # keys are header blocks
-        self.spare = 0  # bytes of the connection's send window
+        self._spare = 0  # bytes of the connection's send window
         self.latest = self.http2_latest = 0  # the highest stream opened by the client, and the highest known to libnghttp2
-        self.unsent: list[bytes] = []  # frames to send
-        self.has_large = False  # whether a large message is among them
+        self._unsent: list[bytes] = []  # frames to send
+        self._has_large = False  # whether a large message is among them
         # Responses to calls that libnghttp2 is about to reset, sent before the resets unless the connection ends.
-        self.explained: list[bytes] = []
+        self._explained: list[bytes] = []
         self.closed: list[int] = []  # streams that libnghttp2 closed during a hand-over
         # Calls begin and are answered here while this is open: not while libnghttp2 has unsent data or unacknowledged settings.
         self.is_open = False
         self.is_over = False  # closed for good
-        self.has_fed = False  # libnghttp2 has got frames from here since the latest flush
+        self._has_fed = False  # libnghttp2 has got frames from here since the latest flush
 
     # Receiving
 
@@ -154,8 +155,8 @@ class FastPath:
     def open_window(self, stream: int, size: int) -> bool:
         """Apply a WINDOW_UPDATE; False if it belongs to libnghttp2."""
         if not stream:
-            if size and size <= MAX_WINDOW_BYTES - DEFAULT_WINDOW_BYTES - self.spare:
-                self.spare += size
+            if size and size <= MAX_WINDOW_BYTES - DEFAULT_WINDOW_BYTES - self._spare:
+                self._spare += size
                 return True
             self._give_window()  # possibly an overflow, which libnghttp2 detects
             return False
@@ -189,7 +190,7 @@ class FastPath:
         """Send the only response of a call, with status OK; False if libnghttp2 must send it."""
         length = len(message) + PREFIX_BYTES
         granted = self.granted.pop(stream)
-        if not self.is_open or length > self.spare or length > self._frame_bytes or length > self._stream_window + granted:
+        if not self.is_open or length > self._spare or length > self._frame_bytes or length > self._stream_window + granted:
             self.granted[stream] = granted
             self.hand_over()
             self.is_open = False
@@ -197,11 +198,11 @@ class FastPath:
         del self.calls[stream]
         if self._windows.answering:
             self._windows.answered(stream)
-        self.spare -= length
+        self._spare -= length
         if length >= LARGE_MESSAGE_BYTES:
-            self.has_large = True
+            self._has_large = True
         number = stream.to_bytes(4, "big")
-        self.unsent += [
+        self._unsent += [
             _BEGIN_HEAD,
             number,
             _BEGIN,
@@ -224,33 +225,74 @@ class FastPath:
         del self.calls[stream], self.granted[stream]
         self.requests.forget(stream)
         self._windows.answered(stream)
-        self.unsent.append(head_of(HEADERS, END_HEADERS | END_STREAM, stream, len(block)) + block)
+        self._unsent.append(head_of(HEADERS, END_HEADERS | END_STREAM, stream, len(block)) + block)
         if not ended:
-            self.unsent.append(rst_stream(stream, NO_ERROR))
+            self._unsent.append(rst_stream(stream, NO_ERROR))
         return True
 
     def explain(self, stream: int, trailers: Headers) -> None:
         """Queue the response to a call that libnghttp2 is about to reset."""
         if not self.is_over:
             block = _BEGIN + literals(trailers)
-            self.explained.append(head_of(HEADERS, END_HEADERS | END_STREAM, stream, len(block)) + block)
+            self._explained.append(head_of(HEADERS, END_HEADERS | END_STREAM, stream, len(block)) + block)
 
-    def acknowledge(self) -> None:
-        """Reopen the connection's receive window when it becomes small, or at once while libnghttp2 withholds some of it."""
+    def explain_resets(self, resets: bytes, *, is_last: bool) -> None:
+        """Queue libnghttp2's frames that reset calls, behind the responses that explain why.
+
+        `is_last`: the connection ends with these frames, so that nothing is explained.
+        """
+        if is_last:
+            resets = self.last_words(resets)
+        else:
+            self._unsent += self._explained
+        self._explained.clear()
+        self._unsent.append(resets)
+
+    def write(self, transport: asyncio.Transport) -> None:
+        """Write pending frames.
+
+        Reopens the connection's receive window when it becomes small, or at once while libnghttp2 withholds some of it.
+        """
         if self._is_due and not self._windows.is_held_up:
             self._pay()
+        unsent = self._unsent
+        if unsent:
+            if self._has_large:
+                transport.writelines(unsent)
+                self._has_large = False
+            else:
+                transport.write(b"".join(unsent))
+            unsent.clear()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    @property
+    def has_explained(self) -> bool:
+        """Whether responses wait for the resets of libnghttp2 that they explain."""
+        return bool(self._explained)
 
     @property
     def has_news(self) -> bool:
         """Whether a flush may have something to do, besides what libnghttp2 has read."""
-        return bool(self.has_fed or not self.is_open or self.unsent or self.closed or self.explained or self._is_due)
+        return bool(self._has_fed or not self.is_open or self._unsent or self.closed or self._explained or self._is_due)
+
+    def pause(self) -> None:
+        """Take no further calls, as the socket is full, until the next flush opens the fast path again."""
+        self.is_open = False
+
+    def resume(self) -> None:
+        """Take calls again, as libnghttp2 has nothing to send, where there is send window for their responses."""
+        self._has_fed = False
+        self.is_open = self._spare > 0
 
     def relieve(self, *, paused: bool) -> bool:
         """Give libnghttp2 send window that it lacks; whether it can send more now."""
         is_short = self._http2.queued_body_size() > 0
-        self.has_fed = False
-        self.is_open = self.spare > 0 and not is_short and not paused
-        if paused or not is_short or not self.spare:
+        self._has_fed = False
+        self.is_open = self._spare > 0 and not is_short and not paused
+        if paused or not is_short or not self._spare:
             return False
         self._give_window()
         return True
@@ -265,8 +307,8 @@ class FastPath:
     def clear(self) -> None:
         """Forget everything: the connection is lost."""
         self._forget_all()
-        self.unsent.clear()
-        self.explained.clear()
+        self._unsent.clear()
+        self._explained.clear()
         self.closed.clear()
 
     # Handing over to libnghttp2
@@ -292,7 +334,7 @@ class FastPath:
         for stream, growing in unfinished.items():
             call = self.calls[stream]
             call.receive(growing.so_far())
-            self.unsent.append(window_update(stream, growing.came))
+            self._unsent.append(window_update(stream, growing.came))
             self._windows.must_wait(stream, call.held_bytes)
 
     def retire(self) -> None:
@@ -321,19 +363,19 @@ class FastPath:
 
     def _pay(self) -> None:
         """Reopen the connection's receive window by the received bytes."""
-        self.unsent.append(window_update(0, self.requests.owed))
+        self._unsent.append(window_update(0, self.requests.owed))
         self.requests.owed = 0
 
     def _give_window(self) -> None:
         """Give libnghttp2 the remaining send window of the connection."""
-        if self.spare:
-            self._feed(window_update(0, self.spare))
-            self.spare = 0
+        if self._spare:
+            self._feed(window_update(0, self._spare))
+            self._spare = 0
 
     def _feed(self, frames: bytes) -> None:
         """Give libnghttp2 frames as if the client had sent them; their effects on calls are already done."""
         try:
-            self.has_fed = True
+            self._has_fed = True
             self._http2.receive_data(frames)
             events = self._http2.events()
         except NGH2Error:  # the connection has ended

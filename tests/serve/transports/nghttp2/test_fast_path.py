@@ -92,7 +92,7 @@ async def test_what_is_to_be_sent_does_not_grow_while_the_socket_takes_nothing()
     scene.connection.pause_writing()
     for _ in range(100):
         scene.send(data(b"late", 0, FIRST + 4))
-    assert not scene.connection._fast_path.unsent
+    assert not scene.connection._fast_path.has_unsent
     scene.frames()
     scene.connection.resume_writing()
     assert len([kind for kind, *_ in scene.frames() if kind == WINDOW_UPDATE]) <= 2
