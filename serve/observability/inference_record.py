@@ -12,6 +12,7 @@ from typing import Final
 
 from halfserve.serve.engine.errors import BackendError, InferenceError
 from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.tensors import Tensors
 
 MAX_ERROR: Final = 512  # most characters of an error's text
 MAX_TEXT: Final = 256  # most characters of a client's text in a line or a span, because many of them may wait for a disk
@@ -110,3 +111,10 @@ class InferenceRecord:
     arrived_ns: int
     is_logged: bool
     trace: TraceContext | None
+
+    def __call__(self, result: Tensors | InferenceError) -> None:
+        """Take the outputs or the error.
+
+        It is declared here because mypyc gives a class with this method another layout than a class without.
+        """
+        raise NotImplementedError
