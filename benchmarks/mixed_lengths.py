@@ -26,7 +26,8 @@ from google.protobuf import text_format
 from benchmarks.harness.server_process import ServerProcess, server_process
 from halfserve import AsyncClient
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.padding.padding_rule import BUCKETS_KEY, KEY, TOKENS_KEY, PaddingRule, parse_padding_rule
+from halfserve.serve.engine.padding.padding import PaddingRule
+from halfserve.serve.engine.padding.padding_rule import BUCKETS_KEY, KEY, TOKENS_KEY, parse_padding_rule
 from halfserve.serve.engine.tensors import Array
 
 SHORT, LONGEST, ZIPF = (5, 20), 200, 1.2

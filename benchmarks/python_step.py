@@ -26,7 +26,7 @@ from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_calls import ModelCalls
-from halfserve.serve.engine.repository.loaded_version import load_version
+from halfserve.serve.engine.repository.model_loading import load_version, started
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
@@ -86,8 +86,8 @@ async def _measure(folder: Path, sizes: list[int], count: int, rounds: int) -> N
         config=version.config,
         backends=[Nothing()],
         limits=version.limits,
-    )
-    models = {"nothing": nothing, "process": version.model()}
+    ).start()
+    models = {"nothing": nothing, "process": started(version)}
     core = InferenceCore(models.values())
     runtimes.connect(ModelCalls(core))
     for elements in sizes:

@@ -78,7 +78,8 @@ def model_of(backend: Sleeping, rows: int, width: int) -> Model:
     x, y = (TensorSpec(name=name, datatype=BY_WIRE["FP32"], shape=(-1, size)) for name, size in (("x", width), ("y", 1)))
     interface = ModelInterface(inputs=(x,), outputs=(y,), batched=True)
     config, limits = ModelConfig(name="sleep", max_batch_size=rows), BatchLimits(max_rows=rows)
-    return Model(name="sleep", version=1, interface=interface, config=config, backends=[backend], limits=limits)
+    model = Model(name="sleep", version=1, interface=interface, config=config, backends=[backend], limits=limits)
+    return model.start()
 
 
 def bare_rate(backend: Sleeping, rows: int, width: int, seconds: float) -> float:

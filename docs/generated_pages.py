@@ -10,8 +10,9 @@ import tempfile
 import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import onnx
 from onnx import TensorProto, helper
@@ -20,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import halfserve
 from halfserve import cli
 from halfserve.configuration import key_of, variable
+from halfserve.export.conversion_settings import ConversionSettings, ModuleSettings, PipelineSettings
 from halfserve.protos.request_parameters import REQUEST_PARAMETERS, RESERVED_PREFIX
 from halfserve.serve.client.errors import error_of_code
 from halfserve.serve.engine import errors
@@ -186,4 +188,21 @@ def _names() -> str:
             if value.__module__.startswith(prefix):
                 kind, options = ("autoclass", "   :members:\n") if inspect.isclass(value) else ("autofunction", "")
                 parts.append(f"\n```{{eval-rst}}\n.. {kind}:: halfserve.{name}\n{options}```\n")
+        if prefix == "halfserve.export":
+            parts.append(_settings_of_conversions())
+    return "".join(parts)
+
+
+def _settings_of_conversions() -> str:
+    """The fields of the settings, which are keywords of the functions that convert."""
+    parts = ["\n### Settings of a conversion\n\nKeywords of functions; a group has those of the groups before it too.\n"]
+    shown: set[str] = set()
+    for group in (ConversionSettings, PipelineSettings, ModuleSettings):
+        types = get_type_hints(group, include_extras=True)
+        new = [field for field in fields(group) if field.name not in shown]
+        shown |= {field.name for field in new}
+        help_of = {name: kind.__metadata__[-1].help for name, kind in types.items() if get_origin(kind) is Annotated}
+        parts.append(f"\n`{group.__name__}`:\n\n")
+        rows = ((f"`{field.name}`", f"`{field.default!r}`", help_of[field.name]) for field in new)
+        parts.append(_table(("keyword", "default", "meaning"), rows))
     return "".join(parts)

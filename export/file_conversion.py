@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
-
-import onnx_ir
+from typing import TYPE_CHECKING, TypeAlias, Unpack
 
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, anything_compared, signing_key
-from halfserve.export.conversion_options import ConversionOptions, SearchLimits, SearchOptions, VerificationOptions
+from halfserve.export.conversion_settings import PipelineKeywords, PipelineSettings
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget
 from halfserve.export.dtype_choice import BFLOAT16_WEIGHTS, holds_bfloat16_weights, nearest_to_budget, notes_on_rejected
 from halfserve.export.export_errors import ExportError, UsageError
-from halfserve.export.half_types import FP16, HALF_TYPES, Accumulators, DtypeChoice, HalfName, TargetDevice, half_named
-from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, growth, open_model
+from halfserve.export.half_types import FP16, HALF_TYPES, HalfName
+from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, growth, open_model
 from halfserve.export.onnx_files.model_writer import waiting_file
 from halfserve.export.onnx_fp16.convert import StagedConversion, staged_conversion
-from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset
 from halfserve.export.placement.audit import Placement, audit_placement
 from halfserve.export.placement.cuda_kernels import CudaWarning, predict_cuda
+from halfserve.export.verification.criteria import Verification
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from halfserve.amp_core.recorder.record import Record
     from halfserve.export.certificate.budget import Budget
     from halfserve.export.onnx_fp16.conversion_report import ConversionReport
     from halfserve.export.search.result import SearchResult
     from halfserve.export.verification.generated.lengths import LongerSizes
-    from halfserve.export.verification.judging import Judge
     from halfserve.export.verification.samples import Array, SampleSet
-    from halfserve.protos.certificate_signature import SigningKey
 
 
 # ONNX Runtime's CPU provider cannot open a bfloat16 model, so its placement is only measured where a device computes bfloat16.
@@ -43,41 +36,6 @@ Beside: TypeAlias = Callable[["Certificate"], Sequence[tuple[Path, bytes]]]
 
 def nothing_beside(certificate: Certificate) -> Sequence[tuple[Path, bytes]]:  # noqa: ARG001  (see Beside)
     return ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verification(VerificationOptions, SearchOptions):
-    """Samples and budget of a verification beside its options; see `halfserve.verify`.
-
-    Attributes:
-        samples: Makes or loads the samples for a model, with a note on them.
-        budget: How much the converted model may differ: one budget for every type, or one by type.
-        reference: The float32 torch module or ONNX model to compare with; by default the file that is converted.
-        labels: The true classes of the samples.
-        record: The training record, whose modules the search tries first.
-        notes: Remarks for the certificate, beside the samples' own.
-        task: Judges the first output in the terms of the model's task; by default its rows' argmax counts.
-        key: Signs the certificate; None leaves it unsigned.
-        target_device: Where the model shall run. For "cuda" and "any", bfloat16 nodes for which ONNX Runtime has no CUDA kernel
-            stay float32, as it refuses a model with such a node. "cuda" spells out SiLU, whose fused kernel rounds inside.
-        precisions: Types to judge the converted model in besides its own; see `halfserve.verify`.
-        lengths: Sizes to try beside the samples', where `adversarial`; found with the float32 model by default.
-    """
-
-    samples: Callable[[ModelFile], SampleSet]
-    budget: Budget | Mapping[HalfName, Budget]
-    reference: nn.Module | ModelSource | ModelFile | None = None
-    labels: Array | None = None
-    record: Record | None = None
-    notes: tuple[str, ...] = ()
-    task: Judge | None = None
-    key: SigningKey | None = None
-    precisions: Collection[HalfName] = ()
-    lengths: LongerSizes | None = None
-
-    def budget_of(self, dtype: HalfName) -> Budget:
-        """The limits for a model of this type."""
-        return self.budget[dtype] if isinstance(self.budget, Mapping) else self.budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,20 +110,10 @@ def convert(
     samples: Mapping[str, Array] | Path | str | None = None,
     budget: Budget | None = None,
     labels: Array | None = None,
-    keep_io_types: bool | Collection[str] = True,
-    keep_fp32_nodes: Collection[str] = (),
-    keep_fp32_ops: Collection[str] = (),
-    upgrade_opset: bool = False,
-    dtype: DtypeChoice = "float16",
-    target_device: TargetDevice = "any",
-    precisions: Collection[HalfName] = (),
-    search: bool = True,
-    limits: SearchLimits | None = None,
-    adversarial: bool = True,
-    accumulators: Accumulators = "float32",
     overwrite: bool = False,
     certificate_key: Path | str | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    **options: Unpack[PipelineKeywords],
 ) -> Certified:
     """Convert a float32 ONNX file to float16 or bfloat16, verify it, and write it if it is within the budget.
 
@@ -177,25 +125,10 @@ def convert(
         samples: Arrays by input name, samples first, or a file that `numpy.savez` wrote; by default random inputs.
         budget: How much the converted model may differ; the usual budget of its type by default.
         labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
-        keep_io_types: True: inputs and outputs stay float32; False: they become `dtype`; or the names of inputs and outputs to
-            keep.
-        keep_fp32_nodes: Nodes that stay float32, by name or shell pattern.
-        keep_fp32_ops: Operators that stay float32, by name or shell pattern.
-        upgrade_opset: Whether to raise the model's opset first, as far as that lets more nodes compute in `dtype`.
-        dtype: The type to convert to, "float16" or "bfloat16"; "auto" takes float16 where it passes, else bfloat16 where that
-            does, else searches in the one that is nearer to its budget. bfloat16 comes first where the weights are
-            such numbers.
-        target_device: Where the model shall run. For "cuda" and "any", bfloat16 nodes for which ONNX Runtime has no CUDA kernel
-            stay float32, as it refuses a model with such a node. "cuda" spells out SiLU, whose fused kernel rounds inside.
-        precisions: Types to judge the file in beside its own. A server may compute it in each that passed; one that did not
-            is recorded in the certificate (`not_proved`), and the file is written all the same.
-        search: Whether to search for nodes that must stay float32.
-        limits: When the search ends although a smaller set may be found.
-        adversarial: Whether to also verify on samples at the edge of the given ones.
-        accumulators: The type in which the target runtime sums.
         overwrite: Whether an existing model at `target` may be replaced.
         certificate_key: PEM file of an Ed25519 private key, which signs the certificate.
         progress: Called with each step before it begins.
+        options: The fields of `PipelineSettings`.
 
     Returns:
         The path, the certificate, the report of the conversion and the result of the search.
@@ -213,33 +146,18 @@ def convert(
         samples=synthetic_samples if given is None else lambda model: SampleSet(inputs=load_samples(given, model)),
         budget=budget or usual_budgets(),
         labels=labels,
-        adversarial=adversarial,
-        accumulators=accumulators,
-        search=search,
-        limits=limits or SearchLimits(),
         key=signing_key(certificate_key),
-        precisions=precisions,
     )
-    options = ConversionOptions(
-        keep_io_types=keep_io_types,
-        keep_fp32_nodes=keep_fp32_nodes,
-        keep_fp32_ops=keep_fp32_ops,
-        upgrade_opset=upgrade_opset,
-        dtype=dtype,
-        target_device=target_device,
-    )
-    place = FileTarget(path=Path(target), overwrite=overwrite)
-    return Certified(
-        **vars(convert_verified(Path(source), place, options=options, verification=verification, progress=progress))
-    )
+    place, settings = FileTarget(path=Path(target), overwrite=overwrite), PipelineSettings(**options)
+    return Certified(**vars(convert_verified(Path(source), place, settings, verification, progress=progress)))
 
 
 def convert_verified(
     source: Path,
     target: ConversionTarget,
-    *,
-    options: ConversionOptions,
+    settings: PipelineSettings,
     verification: Verification | None,
+    *,
     progress: Callable[[str], None],
     beside: Beside = nothing_beside,
 ) -> Converted:
@@ -256,65 +174,69 @@ def convert_verified(
     opened = open_model(source)
     target.check(opened)
 
-    def convert_to(dtype: DtypeChoice, verification: Verification | None) -> Converted:
-        return _converted(opened, target, replace(options, dtype=dtype), verification, progress, beside)
-
-    if options.dtype == "auto":
-        return _converted_to_either(opened, verification, convert_to)
-    return convert_to(options.dtype, verification)
+    if settings.dtype != "auto":
+        return _converted(opened, target, settings, verification, progress, beside)
+    if verification is None:
+        raise UsageError("dtype 'auto' chooses by the verdict; verify the model, or name float16 or bfloat16")
+    return _converted_to_either(opened, target, settings, verification, progress, beside)
 
 
 def _converted_to_either(
-    opened: ModelFile, verification: Verification | None, convert_to: Callable[[HalfName, Verification], Converted]
+    opened: ModelFile,
+    target: ConversionTarget,
+    settings: PipelineSettings,
+    verification: Verification,
+    progress: Callable[[str], None],
+    beside: Beside,
 ) -> Converted:
     """Convert to the first type that passes, else search in the type that is nearer to its budget; notes give the reasons."""
-    if verification is None:
-        raise UsageError("dtype 'auto' chooses by the verdict; verify the model, or name float16 or bfloat16")
     samples = verification.samples(opened)
-    verification = replace(verification, samples=lambda _: samples, lengths=_lengths(opened, samples, verification))  # once
+    lengths = _lengths(opened, samples, settings, verification)
+    verification = replace(verification, samples=lambda _: samples, lengths=lengths)  # once
     types: tuple[HalfName, ...] = ("float16", "bfloat16")
     notes = verification.notes
     if holds_bfloat16_weights(opened):
         types, notes = types[::-1], (*notes, BFLOAT16_WEIGHTS)
     over: dict[HalfName, BudgetExceeded] = {}
     for dtype in types:
-        attempt = replace(verification, search=False, notes=(*notes, *notes_on_rejected(over)))
+        noted = replace(verification, notes=(*notes, *notes_on_rejected(over)))
         try:
-            return convert_to(dtype, attempt)
+            return _converted(opened, target, replace(settings, dtype=dtype, search=False), noted, progress, beside)
         except BudgetExceeded as error:
             over[dtype] = error
     nearest = nearest_to_budget(over)
-    if not verification.search:
+    if not settings.search:
         raise over[nearest]
-    return convert_to(nearest, replace(verification, notes=(*notes, *notes_on_rejected(over))))
+    noted = replace(verification, notes=(*notes, *notes_on_rejected(over)))
+    return _converted(opened, target, replace(settings, dtype=nearest), noted, progress, beside)
 
 
 def _converted(
     opened: ModelFile,
     target: ConversionTarget,
-    options: ConversionOptions,
+    settings: PipelineSettings,
     verification: Verification | None,
     progress: Callable[[str], None],
     beside: Beside,
 ) -> Converted:
     samples = None if verification is None else verification.samples(opened)
     with target.file() as file, ExitStack() as stack:
-        attempt = _attempt(stack, opened, file, options, progress)
+        attempt = _attempt(stack, opened, file, settings, progress)
         certificate, found, recorded = None, None, b""
         if verification is not None and samples is not None:
-            verification = replace(verification, lengths=_lengths(opened, samples, verification))
+            verification = replace(verification, lengths=_lengths(opened, samples, settings, verification))
             try:
-                certificate, recorded = _verified(attempt, samples, verification, target, progress)
+                certificate, recorded = _verified(attempt, samples, settings, verification, target, progress)
             except BudgetExceeded as error:
                 stack.close()
                 comparable = anything_compared(error.certificate.outputs)
-                if not comparable or not verification.search or opened.size_bytes > PROTOBUF_LIMIT_BYTES:
+                if not comparable or not settings.search or opened.size_bytes > PROTOBUF_LIMIT_BYTES:
                     raise
-                found = _searched(opened, options, samples, verification, error, progress)
-                keeping = replace(options, keep_fp32_nodes=[*options.keep_fp32_nodes, *found.keep_fp32_nodes])
+                found = _searched(opened, samples, settings, verification, error, progress)
+                keeping = replace(settings, keep_fp32_nodes=[*settings.keep_fp32_nodes, *found.keep_fp32_nodes])
                 attempt = _attempt(stack, opened, file, keeping, progress)
                 try:
-                    certificate, recorded = _verified(attempt, samples, verification, target, progress)
+                    certificate, recorded = _verified(attempt, samples, settings, verification, target, progress)
                 except BudgetExceeded as still:
                     raise SearchFailed(still, found) from still
         with ExitStack() as waiting:
@@ -326,11 +248,13 @@ def _converted(
         return converted
 
 
-def _lengths(opened: ModelFile, samples: SampleSet, verification: Verification) -> LongerSizes | None:
+def _lengths(
+    opened: ModelFile, samples: SampleSet, settings: PipelineSettings, verification: Verification
+) -> LongerSizes | None:
     """The sizes to verify on beside the samples', for the search and both verifications alike."""
     from halfserve.export.verification.generated.lengths import longer_sizes  # noqa: PLC0415  (slow to import)
 
-    if not verification.adversarial or verification.lengths is not None:
+    if not settings.adversarial or verification.lengths is not None:
         return verification.lengths
     return longer_sizes(opened, samples.inputs)
 
@@ -339,14 +263,11 @@ _Attempt: TypeAlias = tuple[StagedConversion, Placement | str]
 
 
 def _attempt(
-    stack: ExitStack, source: ModelFile, file: Path, options: ConversionOptions, progress: Callable[[str], None]
+    stack: ExitStack, source: ModelFile, file: Path, settings: PipelineSettings, progress: Callable[[str], None]
 ) -> _Attempt:
-    half = half_named(options.dtype)
-    progress(f"converting to {half.name}")
-    done = stack.enter_context(
-        staged_conversion(source, file, **vars(options), overwrite=True)  # the target was checked first
-    )
-    if half is not FP16:
+    progress(f"converting to {settings.half.name}")
+    done = stack.enter_context(staged_conversion(source, file, settings, overwrite=True))  # the target was checked first
+    if settings.half is not FP16:
         return done, NO_PLACEMENT
     progress("asking ONNX Runtime for the placement")
     return done, _placement(done)
@@ -355,34 +276,32 @@ def _attempt(
 def _verified(
     attempt: _Attempt,
     samples: SampleSet,
+    settings: PipelineSettings,
     verification: Verification,
     target: ConversionTarget,
     progress: Callable[[str], None],
 ) -> tuple[Certificate, bytes]:
     """The certificate, and the samples that travel with the model."""
     from halfserve.export.certificate.embed import embed_in_file  # noqa: PLC0415  (slow to import)
-    from halfserve.export.verification.verify import verify  # noqa: PLC0415  (slow to import)
+    from halfserve.export.verification.verify import CertificateDetails, certified  # noqa: PLC0415  (slow to import)
 
     progress("verifying")
     done, placement = attempt
-    certificate = verify(
-        done.source if verification.reference is None else verification.reference,
-        done.staged.path,
-        samples.inputs,
-        budget={name: samples.budget(verification.budget_of(name)) for name in HALF_TYPES},
-        precisions=(done.conversion.report.dtype, *verification.precisions),
-        labels=verification.labels,
+    report = done.conversion.report
+    details = CertificateDetails(
         name=target.model_name,
-        reference_bytes=done.source.size_bytes,
-        conversion=done.conversion.report,
-        adversarial=verification.adversarial,
         source=done.source,
-        accumulators=verification.accumulators,
-        target_device=done.conversion.report.target_device,
+        reference_bytes=done.source.size_bytes,
+        conversion=report,
         placement=None if isinstance(placement, str) else placement.to_json(),
         notes=(*samples.notes, *verification.notes),
-        task=verification.task,
-        lengths=verification.lengths,
+    )
+    certificate = certified(
+        open_model(done.staged.path),
+        samples.inputs,
+        replace(settings, precisions=(report.dtype, *settings.precisions)),
+        _on(samples, verification),
+        details,
     )
     recorded = target.recorded(done.source, samples.inputs)
     certificate = target.bound(certificate, done.source, open_model(done.staged.path), recorded)
@@ -390,40 +309,23 @@ def _verified(
     return embed_in_file(done.staged.path, certificate, key=verification.key, is_inside=is_inside), recorded
 
 
+def _on(samples: SampleSet, verification: Verification) -> Verification:
+    """Return the verification with the budget of its samples, which knows their kind."""
+    return replace(verification, budget={name: samples.budget(verification.budget_of(name)) for name in HALF_TYPES})
+
+
 def _searched(
     source: ModelFile,
-    options: ConversionOptions,
     samples: SampleSet,
+    settings: PipelineSettings,
     verification: Verification,
     error: BudgetExceeded,
     progress: Callable[[str], None],
 ) -> SearchResult:
-    from halfserve.export.search.smallest_fp32_set import find_fp32_nodes  # noqa: PLC0415  (needed only where float16 fails)
+    from halfserve.export.search.smallest_fp32_set import search_fp32_nodes  # noqa: PLC0415  (needed only where float16 fails)
 
     progress("searching for what must stay float32; Ctrl-C ends the search and keeps the best set found")
-    half, model = half_named(options.dtype), onnx_ir.from_proto(source.proto)
-    if options.upgrade_opset:
-        upgrade_opset(model, half, options.target_device, repair=options.repair)
-    found = find_fp32_nodes(
-        model,
-        samples.inputs,
-        budget=samples.budget(verification.budget_of(half.name)),
-        reference=verification.reference,
-        keep_io_types=options.keep_io_types,
-        keep_fp32_ops=options.keep_fp32_ops,
-        keep_fp32_nodes=options.keep_fp32_nodes,
-        repair=options.repair,
-        dtype=half.name,
-        target_device=options.target_device,
-        record=verification.record,
-        adversarial=verification.adversarial,
-        accumulators=verification.accumulators,
-        max_runs=verification.limits.max_runs,
-        max_minutes=verification.limits.max_minutes,
-        progress=progress,
-        task=verification.task,
-        lengths=verification.lengths,
-    )
+    found = search_fp32_nodes(source.proto, samples.inputs, settings, _on(samples, verification), progress)
     if not found.passed:
         raise SearchFailed(error, found) from error
     return found

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import onnx_ir
 import torch
@@ -21,26 +20,13 @@ from halfserve.amp_core.policy import Policy
 from halfserve.amp_core.recorder import Record
 from halfserve.export.certificate.budget import Budget, usual_budgets
 from halfserve.export.certificate.certificate import signing_key
-from halfserve.export.conversion_options import (
-    MAX_RUNS,
-    ConversionOptions,
-    ModuleConversionOptions,
-    SearchLimits,
-    SearchOptions,
-    VerificationOptions,
-)
+from halfserve.export.conversion_settings import ModuleKeywords, ModuleSettings
 from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.export_errors import ExportError
-from halfserve.export.file_conversion import (
-    Beside,
-    Certified,
-    Verification,
-    convert_verified,
-    nothing_beside,
-)
+from halfserve.export.file_conversion import Beside, Certified, convert_verified, nothing_beside
 from halfserve.export.half_module.fp32_modules import overflowing_modules, pinned_modules
 from halfserve.export.half_module.module_tensors import detached_copy
-from halfserve.export.half_types import FP16, Accumulators, DtypeChoice, HalfName, HalfType, TargetDevice, half_named
+from halfserve.export.half_types import HalfName
 from halfserve.export.onnx_fp16.graph import all_nodes
 from halfserve.export.onnx_fp16.planning.plan import KEEP
 from halfserve.export.onnx_fp16.pool_windows import bound_to_kernel
@@ -52,6 +38,7 @@ from halfserve.export.to_onnx.export_onnx import OLDEST, traced_model, write_onn
 from halfserve.export.to_onnx.forward_call import ForwardCall, as_tensors, call_of, require_python
 from halfserve.export.to_onnx.layer_translations import ATTENTION_OPSET
 from halfserve.export.to_onnx.provenance import MODULE
+from halfserve.export.verification.criteria import Verification
 from halfserve.export.verification.samples import SampleSet
 from halfserve.export.verification.torch_reference import require_batch_invariance
 
@@ -64,25 +51,6 @@ EXAMPLES = 2
 HALVES = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions(ModuleConversionOptions, VerificationOptions, SearchOptions):
-    """Options of a module's conversion and verification: the shared groups, and values that only Python can give.
-
-    Attributes:
-        budget: How much the converted model may differ, in every type or by type; None for the usual budgets.
-        dynamic: Names of the sizes, beside the batch's, that may vary, by input and axis.
-        beside: More files made of the certificate.
-        key: Signs the certificate; None leaves it unsigned.
-        precisions: Types to judge the converted model in beside its own.
-    """
-
-    budget: Budget | Mapping[HalfName, Budget] | None = None
-    dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
-    beside: Beside = nothing_beside
-    key: SigningKey | None = None
-    precisions: Collection[HalfName] = ()
-
-
 def export_module(
     module: nn.Module,
     samples: Any,
@@ -91,26 +59,15 @@ def export_module(
     *,
     labels: Tensor | NDArray[Any] | None = None,
     budget: Budget | None = None,
-    dtype: DtypeChoice = "float16",
-    precisions: Collection[HalfName] = (),
-    keep_fp32: Sequence[str] = (),
-    keep_fp32_nodes: Collection[str] = (),
-    keep_fp32_ops: Collection[str] = (),
-    keep_io_types: bool | Collection[str] = True,
-    target_device: TargetDevice = "any",
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     policy: Policy | str | None = None,
     record: Record | None = None,
-    search: bool = True,
-    max_runs: int = MAX_RUNS,
-    max_minutes: float | None = None,
-    adversarial: bool = True,
-    accumulators: Accumulators = "float32",
     version: int | None = None,
     max_batch_size: int = 32,
     fp32_twin: bool = False,
     certificate_key: Path | str | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    **options: Unpack[ModuleKeywords],
 ) -> Certified:
     """Convert a module to float16 or bfloat16, verify it on samples, and add it to a model repository if it passes.
 
@@ -126,28 +83,16 @@ def export_module(
         name: The model's name.
         labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
         budget: How much the converted model may differ; the usual budget of its type by default.
-        dtype: The type to convert to, "float16" or "bfloat16", or "auto": see `halfserve.convert`.
-        precisions: Types to judge the file in beside its own: see `halfserve.convert`.
-        keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
-        keep_fp32_nodes: Nodes of the exported graph to keep in float32, as the report names them, or shell patterns.
-        keep_fp32_ops: ONNX operators to keep in float32, or shell patterns.
-        keep_io_types: True: inputs and outputs stay float32; False: they become `dtype`; or names and shell patterns of those
-            that stay, such as an output over 65504.
-        target_device: Where the model shall run: see `halfserve.convert`.
         dynamic: Names of other sizes that may vary, by input and axis: `{"tokens": {1: "length"}}`; `"4*height"` where the
             model takes multiples of 4 alone.
         policy: The autocast policy of the training run.
         record: The record of the training run.
-        search: Whether to search for nodes to keep in float32.
-        max_runs: The most sets of such nodes to try; at least 2.
-        max_minutes: Minutes after which no further set is tried; no limit by default.
-        adversarial: Whether to try samples at the edge of the given ones too.
-        accumulators: The type in which the target runtime sums.
         version: The version; the next free one by default.
         max_batch_size: Largest batch that the server may form.
         fp32_twin: Whether the float32 model is written too, for a server that answers from it where half precision fails.
         certificate_key: PEM file of an Ed25519 private key, which signs the certificate.
         progress: Called with each step before it begins.
+        options: The fields of `ModuleSettings`.
 
     Returns:
         Where it was written (`path`), the `certificate`, and what the conversion and the search did.
@@ -160,42 +105,40 @@ def export_module(
     target = RepositoryTarget(
         repository=repository, name=name, version=version, max_batch_size=max_batch_size, fp32_twin=fp32_twin
     )
-    options = ExportOptions(
-        budget=budget,
-        dtype=dtype,
-        keep_fp32=keep_fp32,
-        keep_fp32_nodes=keep_fp32_nodes,
-        keep_fp32_ops=keep_fp32_ops,
-        keep_io_types=keep_io_types,
-        target_device=target_device,
-        dynamic=dynamic or {},
-        search=search,
-        limits=SearchLimits(max_runs=max_runs, max_minutes=max_minutes),
-        adversarial=adversarial,
-        accumulators=accumulators,
-        key=signing_key(certificate_key),
-        precisions=precisions,
-    )
-    chosen = Policy.parse(policy) if isinstance(policy, str) else policy or Policy()
     given = Samples(inputs=as_tensors(samples), labels=as_tensors(labels)).fitting(module)
-    return export_verified(module, given, target, options, policy=chosen, record=record, progress=progress)
+    return export_verified(
+        module,
+        given,
+        target,
+        ModuleSettings(**options),
+        budget=budget,
+        dynamic=dynamic or {},
+        policy=Policy.parse(policy) if isinstance(policy, str) else policy or Policy(),
+        record=record,
+        key=signing_key(certificate_key),
+        progress=progress,
+    )
 
 
 def export_verified(
     module: nn.Module,
     samples: Samples,
     target: RepositoryTarget,
-    options: ExportOptions,
+    settings: ModuleSettings,
     *,
+    budget: Budget | Mapping[HalfName, Budget] | None = None,
+    dynamic: Mapping[str, Mapping[int, str]],
     policy: Policy,
     record: Record | None,
     metadata: Mapping[str, str] | None = None,
+    key: SigningKey | None = None,
     progress: Callable[[str], None],
+    beside: Beside = nothing_beside,
 ) -> Certified:
-    """Export a module to a repository target; see `export_module`, also for policy and record.
+    """Export a module to a repository target; see `export_module`.
 
     A copy in float32 takes the place of a module that holds half-precision weights. `metadata` are more entries for the
-    model's.
+    model's, `beside` makes more files of the certificate.
 
     Raises:
         BudgetExceeded: The converted model is over budget; nothing was written.
@@ -211,60 +154,43 @@ def export_verified(
     call = call_of(module, args, kwargs=named)
     _require_numpy(call)
     _require_run(module, inputs, call)
-    sizes = _sizes(call, options.dynamic)
     with tempfile.TemporaryDirectory(prefix="halfserve-export-") as folder:
         progress("exporting to ONNX")
         source = Path(folder) / "model.onnx"
-        kept = float32_parts(
-            module,
-            keep_fp32=options.keep_fp32,
-            policy=policy,
-            record=record,
-            half=FP16 if options.dtype == "auto" else half_named(options.dtype),
-        )
-        args, named = call.arguments([tensor[:EXAMPLES] for tensor in call.tensors])
-
-        def traced_at(opset_version: int | None) -> onnx_ir.Model:
-            given: dict[str, Any] = {"kwargs": named, "dynamic_shapes": sizes, "metadata": metadata, "policy": policy}
-            return traced_model(module, args, opset_version=opset_version, **given)
-
-        traced = _with_whole_attention(traced_at) if options.target_device == "cuda" else traced_at(None)
-        mark_float32(traced, kept)
+        traced = _traced(module, call, _sizes(call, dynamic), settings, metadata=metadata, policy=policy)
+        mark_float32(traced, float32_parts(module, settings, policy=policy, record=record))
         write_onnx(traced, source)
         reference = FlatModel(module, call).eval()
         if target.max_batch_size > 1:
             require_batch_invariance(reference, call.names, call.tensors)
         verification = Verification(
             samples=lambda _: SampleSet(inputs=[tensor.numpy(force=True) for tensor in call.tensors], note=samples.note),
-            budget=options.budget or usual_budgets(),
-            adversarial=options.adversarial,
-            accumulators=options.accumulators,
-            search=options.search,
-            limits=options.limits,
+            budget=budget or usual_budgets(),
             reference=reference,
             labels=None if samples.labels is None else samples.labels.numpy(force=True),
             record=record,
             task=None if target.task is None else target.task.judge,
-            key=options.key,
-            precisions=options.precisions,
+            key=key,
         )
-        done = convert_verified(
-            source,
-            target,
-            # The exporter chose the opset, so nothing depends on it.
-            options=ConversionOptions(
-                keep_io_types=options.keep_io_types,
-                keep_fp32_nodes=options.keep_fp32_nodes,
-                keep_fp32_ops=options.keep_fp32_ops,
-                dtype=options.dtype,
-                upgrade_opset=True,
-                target_device=options.target_device,
-            ),
-            verification=verification,
-            progress=progress,
-            beside=options.beside,
-        )
-        return Certified(**vars(done))
+        return Certified(**vars(convert_verified(source, target, settings, verification, progress=progress, beside=beside)))
+
+
+def _traced(
+    module: nn.Module,
+    call: ForwardCall,
+    sizes: dict[str, dict[int, str]] | None,
+    settings: ModuleSettings,
+    *,
+    metadata: Mapping[str, str] | None,
+    policy: Policy,
+) -> onnx_ir.Model:
+    args, named = call.arguments([tensor[:EXAMPLES] for tensor in call.tensors])
+
+    def traced_at(opset_version: int | None) -> onnx_ir.Model:
+        given: dict[str, Any] = {"kwargs": named, "dynamic_shapes": sizes, "metadata": metadata, "policy": policy}
+        return traced_model(module, args, opset_version=opset_version, **given)
+
+    return _with_whole_attention(traced_at) if settings.target_device == "cuda" else traced_at(None)
 
 
 def _with_whole_attention(traced_at: Callable[[int | None], onnx_ir.Model]) -> onnx_ir.Model:
@@ -320,12 +246,7 @@ def _sizes(call: ForwardCall, dynamic: Mapping[str, Mapping[int, str]]) -> dict[
 
 
 def float32_parts(
-    module: nn.Module,
-    *,
-    keep_fp32: Collection[str] = (),
-    policy: Policy | None = None,
-    record: Record | None = None,
-    half: HalfType = FP16,
+    module: nn.Module, settings: ModuleSettings, *, policy: Policy | None = None, record: Record | None = None
 ) -> dict[str, str]:
     """The submodules and tensors that the user, the policy or the training record keeps in float32: reasons by dotted name.
 
@@ -336,10 +257,10 @@ def float32_parts(
         ExportError: A pattern matches nothing, or the record is of another model.
     """
     parts = pinned_modules(module, policy)
-    if not half.has_float32_range:
+    if settings.dtype == "auto" or not settings.half.has_float32_range:
         parts |= overflowing_modules(module, record)[0]
     names = [name for name, _ in (*module.named_parameters(), *module.named_buffers(), *module.named_modules()) if name]
-    for pattern in keep_fp32:
+    for pattern in settings.keep_fp32:
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
             raise ExportError(f"keep_fp32 {pattern!r} matches no parameter, buffer or submodule; names look like {names[:3]}")

@@ -1,7 +1,8 @@
 """Options of a command declared by the fields of a dataclass, so that commands, Python callers and configuration share them.
 
 A field's type is `Annotated[type, typer.Option(...)]`, and its default is the option's. A field whose type is wider than what a
-command line can say, such as any collection of names, adds a `CommandLineType`.
+command line can say, such as any collection of names, adds a `CommandLineType`. A field whose type is neither annotated nor a
+dataclass is no option: Python callers alone can give it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,15 @@ VALIDATOR = "Value error, "  # pydantic writes this before the text of a validat
 
 @dataclass(frozen=True)
 class CommandLineType:
-    """Type that the command line reads for a wider field: `Annotated[Collection[str], CommandLineType(list[str]), ...]`."""
+    """Type that the command line reads for a wider field: `Annotated[Collection[str], CommandLineType(list[str]), ...]`.
+
+    Attributes:
+        type: The type.
+        default: The option's default, where the field's is not of that type; `...` for the field's own.
+    """
 
     type: Any
+    default: Any = ...
 
 
 def takes_option_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -64,23 +71,27 @@ def _options(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
     if not is_dataclass(parameter.annotation):
         yield parameter
         return
-    types = get_type_hints(parameter.annotation, include_extras=True)
-    for field in fields(parameter.annotation):
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
-        annotation = _command_line_type(types[field.name])
-        yield from _options(inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+    for name, annotation, default in _shown(parameter.annotation):
+        yield from _options(inspect.Parameter(name, parameter.KEYWORD_ONLY, default=default, annotation=annotation))
 
 
-def _command_line_type(annotation: Any) -> Any:
-    """Return a field's annotation with its `CommandLineType`, if it has one, in place of its own type."""
-    metadata = getattr(annotation, "__metadata__", ())
-    chosen = next((entry.type for entry in metadata if isinstance(entry, CommandLineType)), None)
-    return annotation if chosen is None else Annotated[chosen, *metadata]
+def _shown(group: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, type and default on the command line of each field that is an option or a group of options."""
+    types = get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        annotation, default = types[field.name], field.default
+        metadata = getattr(annotation, "__metadata__", ())
+        if not metadata and not is_dataclass(annotation):
+            continue
+        chosen = next((entry for entry in metadata if isinstance(entry, CommandLineType)), None)
+        if chosen is not None:
+            annotation = Annotated[chosen.type, *metadata]
+            default = default if chosen.default is ... else chosen.default
+        yield field.name, annotation, inspect.Parameter.empty if default is MISSING else default
 
 
 def _value(name: str, annotation: Any, given: dict[str, Any]) -> Any:
     if not is_dataclass(annotation):
         return given[name]
-    types = get_type_hints(annotation)
     make: Any = annotation
-    return make(**{field.name: _value(field.name, types[field.name], given) for field in fields(annotation)})
+    return make(**{name: _value(name, annotation, given) for name, annotation, _ in _shown(annotation)})

@@ -19,7 +19,7 @@ from halfserve.serve.engine.caching.response_cache import DEFAULT_MIB, ResponseC
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model_calls import CoreUser, ModelCalls
-from halfserve.serve.engine.model_statistics import LatencyFigures, Reading
+from halfserve.serve.engine.model_statistics import LatencyFigures
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.repository.model_repository import ModelRepository
 from halfserve.serve.engine.resource_limits import memory_limit_bytes, most_connections, most_files
@@ -171,7 +171,9 @@ async def serve(
         runtime.connect(ModelCalls(core))
     if link is not None:
         link.on_supervisor_end(stop.set)
-        core.figures.readings[Reading.WORKER_RESTARTS] = lambda: link.restarts
+        core.figures.counter(
+            "halfserve_worker_restarts_total", "Servers that a supervisor has started after the first", lambda: link.restarts
+        )
     core.slots = ComputeSlots(options.compute_slots) if options.compute_slots else None
     core.figures.latencies = options.latencies
     _keep_responses(core, int(options.response_cache_mib * 2**20) // options.processes)
@@ -258,8 +260,10 @@ def _control(core: InferenceCore, options: ServerOptions, loader: VersionLoader)
 def _keep_responses(core: InferenceCore, size: int) -> None:
     if size:
         cache = core.response_cache = ResponseCache(size)
-        core.figures.readings[Reading.RESPONSE_CACHE_BYTES] = lambda: cache.size
-        core.figures.readings[Reading.RESPONSE_CACHE_EVICTIONS] = lambda: cache.evictions
+        core.figures.gauge("halfserve_response_cache_bytes", "Answers that the response cache holds", lambda: cache.size)
+        core.figures.counter(
+            "halfserve_response_cache_evictions_total", "Answers that it dropped to make room", lambda: cache.evictions
+        )
 
 
 async def start_http(

@@ -37,7 +37,8 @@ ALLOWED = {
 # Within serve a request's way is straight: each room knows only what is below it (the engine declares what a backend is).
 BELOW = {
     "serve/engine": {"serve.engine"},
-    "serve/backends": {"serve.backends", "serve.engine"},
+    "serve/trials": {"serve.trials", "serve.engine"},
+    "serve/backends": {"serve.backends", "serve.trials", "serve.engine"},
     "serve/observability": {"serve.observability", "serve.engine"},
     "serve/storage": {"serve.storage", "serve.engine"},
     "serve/protocol": {"serve.protocol", "serve.observability", "serve.engine"},
@@ -99,7 +100,15 @@ BELOW = {
 }
 # Rooms that know nothing of the command line: their settings are plain dataclasses, which serve/options/ makes.
 WITHOUT_COMMANDS = (
-    *("serve/engine", "serve/backends", "serve/protocol", "serve/transports", "serve/http", "serve/model_control"),
+    *(
+        "serve/engine",
+        "serve/trials",
+        "serve/backends",
+        "serve/protocol",
+        "serve/transports",
+        "serve/http",
+        "serve/model_control",
+    ),
     *("serve/observability", "serve/storage", "serve/fleet/member", "serve/fleet/agent", "serve/fleet/control"),
 )
 OPENVINO_ROOM = "serve/backends/openvino"

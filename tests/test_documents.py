@@ -92,6 +92,7 @@ OTHERS |= {
     "--shm-size",
     "--sbom",
     "--head",
+    "--port",
     "--redis-password",
     "--data-binary",
 }

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.sources.hugging_face import open_hugging_face
+from halfserve.export.sources.source_options import SourceOptions
 
 ENSEMBLE, OUTPUT = "embed", "sentence_embedding"
 TOKENS = ("input_ids", "attention_mask", "token_type_ids")

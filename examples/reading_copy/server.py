@@ -48,11 +48,12 @@ from halfserve.serve.engine.errors import (
     QueueFullError,
     UnavailableError,
 )
-from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
+from halfserve.serve.engine.execution.batch import run_batch
 from halfserve.serve.engine.queueing.batch_queue import Batch, BatchQueue
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.queueing.waiting_requests import FullError
 from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.tensors import Tensors, TensorSpec
 from halfserve.serve.protocol.raw_tensors import from_raw, to_raw
 from halfserve.serve.protocol.status import status_of

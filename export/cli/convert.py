@@ -17,19 +17,18 @@ from halfserve.export.cli.shared_options import (
     EXIT_CODES,
     AsJson,
     BudgetOptions,
-    Precisions,
     VerdictFiles,
     VersionOptions,
     hint_for_synthetic_inputs,
-    precisions_of,
     report,
     repository_version,
     sizes_of,
 )
-from halfserve.export.conversion_options import ConversionOptions, SearchOptions, VerificationOptions, verification
+from halfserve.export.conversion_settings import PipelineSettings, verification
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget
 from halfserve.export.export_errors import UsageError
-from halfserve.export.file_conversion import Verification, convert_verified
+from halfserve.export.file_conversion import convert_verified
+from halfserve.export.verification.criteria import Verification
 from halfserve.export.verification.samples import SampleSet, load_samples
 from halfserve.option_groups import takes_option_groups
 
@@ -96,12 +95,9 @@ def convert(
         Path | None, typer.Argument(help="The converted ONNX model to write; or give --repository.", show_default=False)
     ] = None,
     *,
-    options: ConversionOptions,
+    settings: PipelineSettings,
     sampling: ConvertedSamples,
     budget: BudgetOptions,
-    checks: VerificationOptions,
-    precisions: Precisions = "",
-    search: SearchOptions,
     reports: ConversionReports,
     repository: Annotated[
         str | None,
@@ -132,31 +128,14 @@ def convert(
         "certificate": reports.certificate,
         "certificate-key": reports.certificate_key,
         "repository": repository,
-        "precisions": precisions,
+        "precisions": settings.precisions,
     }
     if not sampling.verify and any(needing.values()):
         option = next(option for option, value in needing.items() if value)
         raise UsageError(f"--{option} needs verification; leave --no-verify out")
-    judged_in = precisions_of(precisions)
     beside = reports.beside(source, target, sampling.samples)
-    load = sampling.loader()
-    work = partial(
-        convert_verified,
-        source,
-        place,
-        options=options,
-        verification=Verification(
-            **vars(checks),
-            **vars(search),
-            samples=load,
-            budget=budgets,
-            key=signing_key(reports.certificate_key),
-            precisions=judged_in,
-        )
-        if sampling.verify
-        else None,
-        beside=beside,
-    )
+    verification = Verification(samples=sampling.loader(), budget=budgets, key=signing_key(reports.certificate_key))
+    work = partial(convert_verified, source, place, settings, verification if sampling.verify else None, beside=beside)
     with hint_for_synthetic_inputs(synthetic=sampling.samples is None):
         done = run_explained(work)
     if as_json:

@@ -17,20 +17,13 @@ from halfserve.export.cli.shared_options import (
     EXIT_CODES,
     AsJson,
     MinAgreement,
-    Precisions,
     VerdictFiles,
     VersionOptions,
     budget_limit,
     dynamic_sizes,
-    precisions_of,
 )
-from halfserve.export.conversion_options import (
-    ModuleConversionOptions,
-    SearchOptions,
-    SourceOptions,
-    VerificationOptions,
-    conversion,
-)
+from halfserve.export.conversion_settings import ModuleSettings, conversion
+from halfserve.export.sources.source_options import SourceOptions
 from halfserve.option_groups import takes_option_groups
 
 if TYPE_CHECKING:
@@ -72,7 +65,7 @@ def export(
     ],
     version: VersionOptions,
     budget: ExportBudget,
-    options: ModuleConversionOptions,
+    settings: ModuleSettings,
     dynamic: Annotated[
         list[str] | None,
         conversion(
@@ -81,9 +74,6 @@ def export(
         ),
     ] = None,
     origin: SourceOptions,
-    search: SearchOptions,
-    checks: VerificationOptions,
-    precisions: Precisions = "",
     reports: VerdictFiles,
     as_json: AsJson = False,
 ) -> None:
@@ -106,11 +96,11 @@ def export(
     beside = reports.beside(Path(source), origin.weights, origin.samples)
     budgets = usual_budgets(**vars(budget))
     # torch takes seconds to import; --help and wrong usage answer before it.
-    from halfserve.export.module_pipeline import ExportOptions, export_verified  # noqa: PLC0415  (see above)
+    from halfserve.export.module_pipeline import export_verified  # noqa: PLC0415  (see above)
     from halfserve.export.sources.opening import open_source  # noqa: PLC0415  (see above)
 
     asked = dynamic_sizes(dynamic or ())
-    key, judged_in = signing_key(reports.certificate_key), precisions_of(precisions)
+    key = signing_key(reports.certificate_key)
 
     def work(progress: Callable[[str], None]) -> Certified:
         progress("reading the model")
@@ -119,20 +109,15 @@ def export(
             opened.module,
             opened.samples,
             version.target(repository, default_name=opened.name, task=opened.task),
-            ExportOptions(
-                **vars(options),
-                **vars(search),
-                **vars(checks),
-                dynamic={**opened.dynamic, **asked},
-                budget=budgets,
-                beside=beside,
-                key=key,
-                precisions=judged_in,
-            ),
+            settings,
+            budget=budgets,
+            dynamic={**opened.dynamic, **asked},
             policy=opened.policy,
             record=opened.record,
             metadata=opened.metadata,
+            key=key,
             progress=progress,
+            beside=beside,
         )
 
     done = run_explained(work)

@@ -16,11 +16,10 @@ import typer
 
 from halfserve.export.certificate.budget import Budget, usual_budgets
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
-from halfserve.export.conversion_options import verification
 from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.file_conversion import Beside
-from halfserve.export.half_types import HalfName, half_named
+from halfserve.export.half_types import HalfName
 from halfserve.export.tasks.task import Task
 
 EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, UsageError: 2, ExportError: 1}
@@ -31,14 +30,6 @@ repository_version = partial(typer.Option, rich_help_panel="Model repository")
 
 MAX_BATCH_SIZE = RepositoryTarget.max_batch_size
 
-Precisions: TypeAlias = Annotated[
-    str,
-    verification(
-        help="Precisions to judge the file in beside its own, such as float16,bfloat16: a server may compute it in each that "
-        "passed.",
-        show_default=False,
-    ),
-]
 MinAgreement: TypeAlias = Annotated[float, budget_limit(help="Least share of samples with the reference's argmax.")]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
@@ -149,18 +140,6 @@ def sizes_of(entries: Sequence[str]) -> dict[str, int]:
             raise UsageError(f"--dim {entry!r} is not of the form NAME=SIZE, such as --dim sequence=128")
         sizes[name] = int(size)
     return sizes
-
-
-def precisions_of(text: str) -> tuple[HalfName, ...]:
-    """Parse `--precisions`: names of half-precision types with commas between them.
-
-    Raises:
-        UsageError: A name is another one.
-    """
-    try:
-        return tuple(half_named(name.strip()).name for name in text.split(",")) if text else ()
-    except UsageError as error:
-        raise UsageError(f"--precisions {text}: {error}") from None
 
 
 @contextmanager

@@ -24,11 +24,11 @@ from halfserve.export.cli.shared_options import (
     BudgetOptions,
     budget_limit,
     hint_for_synthetic_inputs,
-    precisions_of,
     report,
     require_output,
     sizes_of,
 )
+from halfserve.export.conversion_settings import precisions_of
 from halfserve.export.export_errors import UsageError
 from halfserve.export.half_types import Accumulators, HalfName
 from halfserve.export.onnx_files.model_file import open_model

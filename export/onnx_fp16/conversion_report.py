@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import onnx_ir
 
+from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.half_types import HALF_BY_ELEM_TYPE, HalfName, HalfType, TargetDevice, WeightLedger
-from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.element_types import infer_types
 from halfserve.export.onnx_fp16.graph import FLOAT, RANDOM, all_nodes, constant_of
 from halfserve.export.onnx_fp16.planning.plan import CastingPlan, computes_on_floats

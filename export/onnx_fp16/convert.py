@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import onnx
 import onnx_ir
 
+from halfserve.export.conversion_settings import ConversionKeywords, ConversionSettings, PipelineSettings
 from halfserve.export.export_errors import ExportError
-from halfserve.export.half_types import BF16, FP16, HalfName, HalfType, TargetDevice, half_named
+from halfserve.export.half_types import BF16, FP16, HalfType
 from halfserve.export.onnx_files.model_file import ModelFile, densify, format_opset, open_model
 from halfserve.export.onnx_files.model_writer import ExternalData, StagedModel, staged_model
 from halfserve.export.onnx_fp16.casting import Caster, drop_idle_casts
+from halfserve.export.onnx_fp16.conversion_mark import is_marked, mark
 from halfserve.export.onnx_fp16.conversion_report import (
     ConversionReport,
     Repair,
@@ -25,11 +27,11 @@ from halfserve.export.onnx_fp16.conversion_report import (
     report_of,
     report_unchanged,
 )
-from halfserve.export.onnx_fp16.conversion_settings import ModelNames, is_marked, mark, require_known, settings_of
 from halfserve.export.onnx_fp16.element_types import declared_values, forget_inferred
 from halfserve.export.onnx_fp16.float64 import FIRST_OPSET_WITH_CASTS, STAYING
 from halfserve.export.onnx_fp16.graph import MOVERS, all_nodes, bodies
-from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset as upgrade
+from halfserve.export.onnx_fp16.named_nodes import ModelNames, require_known
+from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset
 from halfserve.export.onnx_fp16.planning.decisions import close_islands, keep_nodes, settle_containers
 from halfserve.export.onnx_fp16.planning.plan import CastingPlan, blank_plan
 from halfserve.export.onnx_fp16.planning.weights import WeightRange
@@ -37,17 +39,6 @@ from halfserve.export.onnx_fp16.prepare import prepare, repair_model
 
 _COMPUTE_NOTHING = MOVERS | {"Cast", "CastLike", "Constant"}
 _CERTIFICATE_KEYS = "halfserve.certificate"
-
-
-class ConvertArguments(TypedDict, total=False):
-    """Options of `convert`."""
-
-    keep_io_types: bool | Collection[str]
-    keep_fp32_ops: Collection[str]
-    keep_fp32_nodes: Collection[str]
-    repair: bool
-    dtype: HalfName
-    target_device: TargetDevice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,25 +49,15 @@ class Conversion:
     report: ConversionReport
 
 
-def convert(
-    model: onnx_ir.Model,
-    *,
-    keep_io_types: bool | Collection[str] = True,
-    keep_fp32_ops: Collection[str] = (),
-    keep_fp32_nodes: Collection[str] = (),
-    repair: bool = True,
-    dtype: HalfName = "float16",
-    target_device: TargetDevice = "any",
-) -> Conversion:
+def convert(model: onnx_ir.Model, settings: ConversionSettings) -> Conversion:
     """Convert a float32 model to float16 or bfloat16, in place.
 
     Every node whose operator takes that type at the model's opset computes in it, except where it would break the model; each
     exception is in the report with its reason. float64 nodes are converted through float32, and the report names them; inputs
     and outputs that keep their types stay float64. Casts stand where two types meet. Weights in files are rounded when they are
-    read, others at once. Names, metadata and opsets stay; values without a type in the original have none in the result. A
-    model that this function converted before, with the same settings, is not changed.
-
-    The options are those of `convert_float_to_float16`.
+    read, others at once. Names, metadata and opsets stay, unless `upgrade_opset` raises the opset first; values without a type
+    in the original have none in the result. A model that this function converted before, with the same settings, is not
+    changed.
 
     Raises:
         ExportError: A list names something that the model does not have, functions cannot be inlined, a node computes in the
@@ -84,12 +65,13 @@ def convert(
             casts are needed in a model from before opset 6.
         UsageError: `dtype` is another type.
     """
-    half = half_named(dtype)
-    settings = settings_of(keep_io_types, keep_fp32_ops, keep_fp32_nodes, repair, half, target_device)
+    half = settings.half
+    raised = upgrade_opset(model, settings) if settings.upgrade_opset else ()
     if is_marked(model, settings):
-        return Conversion(model=model, report=report_unchanged(model, settings))
+        report = report_unchanged(model, settings)
+        return Conversion(model=model, report=replace(report, repairs=(*raised, *report.repairs)))
     known, casts, declared = ModelNames(model), count_casts(model), declared_values(model)
-    repairs = repair_model(model, settings) if repair else prepare(model, settings)
+    repairs = repair_model(model, settings) if settings.repair else prepare(model, settings)
     _refuse_other_half(model, half)
     known.add(model)
     require_known(known, settings)
@@ -105,19 +87,9 @@ def convert(
         mark(model, settings)
     else:
         _refuse_float64(repairs, half)
-    report = report_of(plan, counted, repairs, ranges, caster.halved, casts_before=casts)
+    report = report_of(plan, counted, (*raised, *repairs), ranges, caster.halved, casts_before=casts)
     forget_inferred(model, declared)
     return Conversion(model=model, report=report)
-
-
-def _convert_upgraded(model: onnx_ir.Model, *, upgrade_opset: bool = False, **options: Unpack[ConvertArguments]) -> Conversion:
-    """Raise the model's opset if `upgrade_opset` asks for it, then `convert`."""
-    half = half_named(options.get("dtype", "float16"))
-    raised: tuple[Repair, ...] = ()
-    if upgrade_opset:
-        raised = upgrade(model, half, options.get("target_device", "any"), repair=options.get("repair", True))
-    done = convert(model, **options)
-    return replace(done, report=replace(done.report, repairs=(*raised, *done.report.repairs)))
 
 
 def _decide(plan: CastingPlan) -> WeightRange:
@@ -170,29 +142,13 @@ def _import_opset(model: onnx_ir.Model) -> None:
 
 
 def convert_float_to_float16(
-    model: onnx.ModelProto | Path | str | bytes,
-    *,
-    keep_io_types: bool | Collection[str] = True,
-    keep_fp32_ops: Collection[str] | None = None,
-    keep_fp32_nodes: Collection[str] | None = None,
-    repair: bool = True,
-    upgrade_opset: bool = False,
-    dtype: HalfName = "float16",
-    target_device: TargetDevice = "any",
+    model: onnx.ModelProto | Path | str | bytes, **options: Unpack[ConversionKeywords]
 ) -> onnx.ModelProto:
     """Convert a float32 ONNX model to float16, or to bfloat16; the model that is given stays as it is.
 
     Args:
         model: A message, the bytes of one, or the path of a file, whose external data is taken in.
-        keep_io_types: True: inputs and outputs keep their types; False: they become `dtype`; or names and shell patterns of
-            the inputs and outputs that keep their types.
-        keep_fp32_ops: Operators that stay float32, by name or shell pattern.
-        keep_fp32_nodes: Nodes that stay float32, by name or shell pattern.
-        repair: Whether to rewrite first what the type cannot hold.
-        upgrade_opset: Whether to raise the model's opset first, see `halfserve.export.onnx_fp16.opset_upgrade.upgrade_opset`.
-        dtype: The type to convert to, "float16" or "bfloat16".
-        target_device: Where the model shall run. For "cuda" and "any", bfloat16 nodes for which ONNX Runtime has no CUDA kernel
-            stay float32, as it refuses a model with such a node. "cuda" spells out SiLU, whose fused kernel rounds inside.
+        options: The fields of `ConversionSettings`.
 
     Returns:
         A new model. For models over 2 GiB use `halfserve.export.onnx_fp16.convert.convert_file`.
@@ -206,16 +162,7 @@ def convert_float_to_float16(
     source = onnx.ModelProto()
     source.CopyFrom(opened.proto)
     densify(source)
-    conversion = _convert_upgraded(
-        onnx_ir.from_proto(source),
-        keep_io_types=keep_io_types,
-        keep_fp32_ops=keep_fp32_ops or (),
-        keep_fp32_nodes=keep_fp32_nodes or (),
-        repair=repair,
-        upgrade_opset=upgrade_opset,
-        dtype=dtype,
-        target_device=target_device,
-    )
+    conversion = convert(onnx_ir.from_proto(source), ConversionSettings(**options))
     converted = onnx_ir.to_proto(conversion.model)
     converted.training_info.extend(opened.proto.training_info)  # onnx_ir does not preserve it
     return converted
@@ -234,15 +181,9 @@ def convert_file(
     source: Path | str,
     target: Path | str,
     *,
-    keep_io_types: bool | Collection[str] = True,
-    keep_fp32_ops: Collection[str] = (),
-    keep_fp32_nodes: Collection[str] = (),
-    repair: bool = True,
-    upgrade_opset: bool = False,
-    dtype: HalfName = "float16",
-    target_device: TargetDevice = "any",
     external_data: ExternalData = "auto",
     overwrite: bool = False,
+    **options: Unpack[ConversionKeywords],
 ) -> Conversion:
     """Convert an ONNX file to float16 or bfloat16 and write it, whole or not at all.
 
@@ -252,15 +193,9 @@ def convert_file(
     Args:
         source: The float32 model; its data files lie beside it.
         target: The file to write; its data files go beside it.
-        keep_io_types: See `convert_float_to_float16`, also for the next six.
-        keep_fp32_ops: Operators that stay float32.
-        keep_fp32_nodes: Nodes that stay float32.
-        repair: Whether to rewrite first what the type cannot hold.
-        upgrade_opset: Whether to raise the model's opset first.
-        dtype: The type to convert to, "float16" or "bfloat16".
-        target_device: Where the model shall run.
         external_data: See `halfserve.export.onnx_files.model_writer.staged_model`.
         overwrite: Whether a model that is there already, the source itself included, may be replaced.
+        options: The fields of `ConversionSettings`.
 
     Returns:
         The converted model, whose tensors are read lazily from the source, and the report.
@@ -268,32 +203,15 @@ def convert_file(
     Raises:
         ExportError: The source cannot be read or converted, or the target exists or cannot be written; nothing was written.
     """
-    with staged_conversion(
-        source,
-        target,
-        keep_io_types=keep_io_types,
-        keep_fp32_ops=keep_fp32_ops,
-        keep_fp32_nodes=keep_fp32_nodes,
-        repair=repair,
-        upgrade_opset=upgrade_opset,
-        dtype=dtype,
-        target_device=target_device,
-        external_data=external_data,
-        overwrite=overwrite,
-    ) as done:
+    settings = PipelineSettings(external_data=external_data, **options)
+    with staged_conversion(source, target, settings, overwrite=overwrite) as done:
         done.staged.publish()
         return done.conversion
 
 
 @contextmanager
 def staged_conversion(
-    source: Path | str | ModelFile,
-    target: Path | str,
-    *,
-    upgrade_opset: bool = False,
-    external_data: ExternalData = "auto",
-    overwrite: bool = False,
-    **options: Unpack[ConvertArguments],
+    source: Path | str | ModelFile, target: Path | str, settings: PipelineSettings, *, overwrite: bool = False
 ) -> Iterator[StagedConversion]:
     """Convert an ONNX file into a hidden folder, where it can be verified before it is published; see `convert_file`.
 
@@ -302,10 +220,10 @@ def staged_conversion(
     """
     opened = source if isinstance(source, ModelFile) else open_model(Path(source))
     require_free(target, opened, overwrite=overwrite)
-    conversion = _convert_upgraded(opened.to_ir(), upgrade_opset=upgrade_opset, **options)
+    conversion = convert(opened.to_ir(), settings)
     for key in [key for key in conversion.model.metadata_props if key.startswith(_CERTIFICATE_KEYS)]:
         del conversion.model.metadata_props[key]  # the source's certificate does not hold for this model
-    with staged_model(conversion.model, target, external_data=external_data, shards=opened.shards) as staged:
+    with staged_model(conversion.model, target, external_data=settings.external_data, shards=opened.shards) as staged:
         yield StagedConversion(source=opened, conversion=conversion, staged=staged)
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import onnx_ir
 from onnx_ir import AttributeType
 
+from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_fp16.conversion_report import Repair
-from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.element_types import signature_of, type_text, with_dtype
 from halfserve.export.onnx_fp16.graph import (
     FLOAT,

@@ -9,8 +9,9 @@ import numpy as np
 import onnx
 import onnx_ir
 
+from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.export_errors import ExportError
-from halfserve.export.half_types import FP16, HalfType, TargetDevice
+from halfserve.export.half_types import FP16
 from halfserve.export.onnx_files.external_data import detached
 from halfserve.export.onnx_fp16.conversion_report import Repair
 from halfserve.export.onnx_fp16.element_types import (
@@ -45,9 +46,7 @@ _REDUCTIONS = operators(
 _GRID_MODES = {"bilinear": "linear", "bicubic": "cubic"}
 
 
-def upgrade_opset(
-    model: onnx_ir.Model, half: HalfType = FP16, target_device: TargetDevice = "any", *, repair: bool = True
-) -> tuple[Repair, ...]:
+def upgrade_opset(model: onnx_ir.Model, settings: ConversionSettings) -> tuple[Repair, ...]:
     """Raise a model's opset in place, as far as that lets more nodes compute in half precision; weights stay where they lie.
 
     float16 gains from opset 17, which has LayerNormalization; bfloat16 from the first opset up to 22 at which all of the
@@ -65,8 +64,8 @@ def upgrade_opset(
     before = model.opset_imports.get("")
     after = (
         FIRST_OPSET_WITH_LAYER_NORM
-        if half is FP16
-        else max(FIRST_OPSET_WITH_LAYER_NORM, _first_opset(model, half, target_device, repair=repair))
+        if settings.half is FP16
+        else max(FIRST_OPSET_WITH_LAYER_NORM, _first_opset(model, settings))
     )
     if before is None or before >= after:
         return ()
@@ -84,10 +83,10 @@ def upgrade_opset(
     return (Repair(pass_name=UPGRADE, nodes=(), text=f"opset {before} became {after}"),)
 
 
-def _first_opset(model: onnx_ir.Model, half: HalfType, target_device: TargetDevice, *, repair: bool) -> int:
+def _first_opset(model: onnx_ir.Model, settings: ConversionSettings) -> int:
     """The first opset at which as many of the model's operators as possible take the half type; at most LAST_RAISED."""
-    opset = model.opset_imports.get("", 1)
-    used = bound_to_kernel(all_nodes(model), repair=repair)
+    opset, half, target_device = model.opset_imports.get("", 1), settings.half, settings.target_device
+    used = bound_to_kernel(all_nodes(model), repair=settings.repair)
     gaining = {
         first
         for node in all_nodes(model)

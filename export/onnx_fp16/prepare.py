@@ -7,12 +7,13 @@ import onnx_ir
 from onnx_ir import AttributeType
 from onnx_ir.passes.common import InlinePass
 
+from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_fp16.conversion_report import Repair
-from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings, keep_reason
 from halfserve.export.onnx_fp16.element_types import infer_types
 from halfserve.export.onnx_fp16.float64 import narrow_float64
 from halfserve.export.onnx_fp16.graph import all_nodes, name_nodes
+from halfserve.export.onnx_fp16.named_nodes import keep_reason
 from halfserve.export.onnx_fp16.planning.plan import KEEP
 from halfserve.export.onnx_fp16.repair import repairs_for, run_passes
 
@@ -25,7 +26,7 @@ def repair_model(model: onnx_ir.Model, settings: ConversionSettings | None = Non
     """
     settings = settings or ConversionSettings()
     narrowed = prepare(model, settings)
-    for node in all_nodes(model):  # repairs leave alone what the user blocks
+    for node in all_nodes(model):  # repairs leave alone what the user keeps in float32
         reason = keep_reason(node, settings)
         if reason is not None:
             node.metadata_props.setdefault(KEEP, reason)

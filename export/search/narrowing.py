@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from halfserve.export.conversion_options import FEWEST_RUNS, SearchLimits
+from halfserve.export.conversion_settings import FEWEST_RUNS, PipelineSettings
 
 Ending: TypeAlias = Literal["complete", "max_runs", "max_minutes", "interrupted"]
 T = TypeVar("T")
@@ -22,7 +22,7 @@ Test: TypeAlias = Callable[[frozenset[T]], bool]
 class Usage:
     """Runs and time that a search has used, counted from construction."""
 
-    limits: SearchLimits
+    settings: PipelineSettings
     runs: int = 0
     _began: float = field(default_factory=time.monotonic)
 
@@ -35,9 +35,9 @@ class Usage:
         """The limit that forbids another run."""
         if self.runs < FEWEST_RUNS:
             return None
-        if self.runs >= self.limits.max_runs:
+        if self.runs >= self.settings.max_runs:
             return "max_runs"
-        minutes = self.limits.max_minutes
+        minutes = self.settings.max_minutes
         return "max_minutes" if minutes is not None and self.seconds >= 60 * minutes else None
 
 

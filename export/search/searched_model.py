@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 import onnx
 import onnx_ir
 
+from halfserve.export.conversion_settings import PipelineSettings
 from halfserve.export.onnx_files.model_file import densify, open_model
 from halfserve.export.onnx_fp16.conversion_report import float_nodes
-from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.graph import all_graphs, all_nodes, bodies, is_float
+from halfserve.export.onnx_fp16.opset_upgrade import upgrade_opset
 from halfserve.export.onnx_fp16.prepare import prepare, repair_model
 
 
@@ -36,11 +37,11 @@ class SearchedModel:
     """A float32 model, ready to be searched.
 
     Attributes:
-        original: The given model, from which conversions start.
+        original: The given model, from which conversions start; its opset is raised already where the settings ask for it.
         prepared: The repaired model, whose nodes are searched.
         floats: Names of all float32 tensors in `prepared`, including bodies.
         nodes: The main graph's float nodes by name, in the graph's order.
-        settings: Settings of the conversion.
+        settings: Settings of the conversions, whose opset is raised already.
         made: Names of the nodes in `prepared` that repairs made.
     """
 
@@ -48,7 +49,7 @@ class SearchedModel:
     prepared: onnx.ModelProto
     floats: frozenset[str]
     nodes: dict[str, SearchedNode] = field(default_factory=dict)
-    settings: ConversionSettings
+    settings: PipelineSettings
     made: frozenset[str] = frozenset()
 
     def present(self, names: Collection[str]) -> list[str]:
@@ -64,14 +65,19 @@ class SearchedModel:
         return sorted(name for name in names if name in found or name not in self.made)
 
 
-def searched_model(model: onnx.ModelProto | onnx_ir.Model, settings: ConversionSettings) -> SearchedModel:
+def searched_model(model: onnx.ModelProto | onnx_ir.Model, settings: PipelineSettings) -> SearchedModel:
     """Prepare a copy of a model as `convert` does before it converts.
 
     Raises:
         ExportError: The model is invalid, too large for one message, or cannot be prepared.
     """
     original = onnx.ModelProto()
-    original.CopyFrom(open_model(model if isinstance(model, onnx.ModelProto) else onnx_ir.to_proto(model)).proto)
+    given = open_model(model if isinstance(model, onnx.ModelProto) else onnx_ir.to_proto(model)).proto
+    if settings.upgrade_opset:
+        raised = onnx_ir.from_proto(given)
+        upgrade_opset(raised, settings)
+        given, settings = onnx_ir.to_proto(raised), replace(settings, upgrade_opset=False)
+    original.CopyFrom(given)
     densify(original)
     prepared = onnx_ir.from_proto(original)
     prepare(prepared, settings)

@@ -12,17 +12,15 @@ budget is known from then on, and the smallest known one is returned however the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import onnx
 import onnx_ir
 
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.conversion_options import MAX_RUNS, SearchLimits
+from halfserve.export.conversion_settings import PipelineKeywords, PipelineSettings
 from halfserve.export.export_errors import ExportError
-from halfserve.export.half_types import Accumulators, HalfName, TargetDevice, half_named
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource
-from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings, settings_of
 from halfserve.export.search.error_attribution import (
     Edge,
     Reasons,
@@ -36,6 +34,7 @@ from halfserve.export.search.narrowing import Ending, OutOfRunsError, minimized,
 from halfserve.export.search.result import Cost, KeptNodeCost, SearchResult
 from halfserve.export.search.searched_model import SearchedModel, searched_model
 from halfserve.export.search.trials import SearchTrial, Trials
+from halfserve.export.verification.criteria import Criteria
 from halfserve.export.verification.samples import Inputs
 from halfserve.export.verification.sandbox import Sandbox
 
@@ -57,21 +56,12 @@ def find_fp32_nodes(
     *,
     budget: Budget,
     reference: nn.Module | ModelSource | ModelFile | None = None,
-    keep_io_types: bool | Collection[str] = True,
-    keep_fp32_ops: Collection[str] = (),
-    keep_fp32_nodes: Collection[str] = (),
-    repair: bool = True,
     record: Record | None = None,
-    max_runs: int = MAX_RUNS,
-    max_minutes: float | None = None,
     batch_size: int = 32,
-    adversarial: bool = True,
-    accumulators: Accumulators = "float32",
     progress: Callable[[str], None] | None = None,
     task: Judge | None = None,
-    dtype: HalfName = "float16",
     lengths: LongerSizes | None = None,
-    target_device: TargetDevice = "any",
+    **options: Unpack[PipelineKeywords],
 ) -> SearchResult:
     """Find the smallest set of nodes to keep in float32.
 
@@ -83,49 +73,36 @@ def find_fp32_nodes(
         inputs: Samples, as in `halfserve.export.verification.verify.verify`.
         budget: The limits that the set must meet.
         reference: The float32 torch module or ONNX model to compare with; by default the model itself.
-        keep_io_types: The inputs and outputs that keep their types, as in `convert`.
-        keep_fp32_ops: Operators that stay float32 in any case.
-        keep_fp32_nodes: Nodes that stay float32 in any case.
-        repair: Whether the conversion repairs the model first.
         record: A recording of the training. Nodes of modules that left float16's range there, or that were pinned to float32,
             are tried first where errors are attributed to them.
-        max_runs: Largest count of sets to try, at least 2. With few runs the set may not be proved minimal.
-        max_minutes: Time after which no further set is tried; the first two always are.
         batch_size: Samples per run.
-        adversarial: Whether the budget must hold on adversarial samples too.
-        accumulators: Accumulator type of the target runtime; with "float16", sums that exceed its range are over budget.
         progress: Called with a text before each step.
         task: Judges the first output in the terms of the model's task, in place of its rows' argmax.
-        dtype: The half-precision type of the other nodes.
         lengths: Sizes beside the samples' on which the budget must hold, with `adversarial`; none by default.
-        target_device: Where the model shall run, as in `convert`.
+        options: The fields of `PipelineSettings`.
 
     Raises:
         ExportError: The model cannot be read, converted or run on the samples, or a list names a missing operator or node.
         UsageError: A limit is out of range.
         KeyboardInterrupt: The interrupt came before a set within the budget was known.
     """
-    limits = SearchLimits(max_runs=max_runs, max_minutes=max_minutes)
-    tell = progress or (lambda _: None)
-    tell("searching: preparing the model")
-    settings = settings_of(keep_io_types, keep_fp32_ops, keep_fp32_nodes, repair, half_named(dtype), target_device)
+    criteria = Criteria(budget=budget, reference=reference, record=record, batch_size=batch_size, task=task, lengths=lengths)
+    return search_fp32_nodes(model, inputs, PipelineSettings(**options), criteria, progress or (lambda _: None))
+
+
+def search_fp32_nodes(
+    model: onnx.ModelProto | onnx_ir.Model,
+    inputs: Inputs,
+    settings: PipelineSettings,
+    criteria: Criteria,
+    progress: Callable[[str], None],
+) -> SearchResult:
+    """Find the smallest set of nodes for one conversion's settings; see `find_fp32_nodes`."""
+    progress("searching: preparing the model")
     searched = searched_model(model, settings)
     with Sandbox() as sandbox:
-        trials = Trials(
-            searched,
-            inputs,
-            sandbox,
-            reference=reference,
-            budget=budget,
-            batch_size=batch_size,
-            adversarial=adversarial,
-            float16_sums=accumulators == "float16",
-            limits=limits,
-            progress=tell,
-            task=task,
-            lengths=lengths,
-        )
-        return _Search(searched, trials, record, tell).result()
+        trials = Trials(searched, inputs, sandbox, criteria, progress)
+        return _Search(searched, trials, criteria.record, progress).result()
 
 
 class _Search:
@@ -283,24 +260,24 @@ def _is_in(module: str | None, modules: set[str], *, deep: bool) -> bool:
 
 
 def _explained(
-    settings: ConversionSettings, trials: Trials, best: SearchTrial, candidates: Collection[str], ending: Ending, *, note: str
+    settings: PipelineSettings, trials: Trials, best: SearchTrial, candidates: Collection[str], ending: Ending, *, note: str
 ) -> str:
     """Explain a result that is not minimal or not within the budget; empty otherwise."""
-    text = _unfinished(ending, trials.usage.limits) if best.passed else _hopeless(settings, trials, best, candidates)
+    text = _unfinished(ending, settings) if best.passed else _hopeless(settings, trials, best, candidates)
     return "; ".join(part for part in (text, note) if part)
 
 
-def _unfinished(ending: Ending, limits: SearchLimits) -> str:
+def _unfinished(ending: Ending, settings: PipelineSettings) -> str:
     text = {
         "complete": "",
-        "max_runs": f"the limit of {limits.max_runs} runs ended the search: allow more with --max-runs (max_runs)",
-        "max_minutes": f"the limit of {limits.max_minutes} min ended the search: allow more with --max-minutes (max_minutes)",
+        "max_runs": f"the limit of {settings.max_runs} runs ended the search: allow more with --max-runs (max_runs)",
+        "max_minutes": f"the limit of {settings.max_minutes} min ended the search: allow more with --max-minutes (max_minutes)",
         "interrupted": "an interrupt ended the search: search again without one",
     }[ending]
     return f"{text}; this is the smallest set found, and a smaller one may do" if text else ""
 
 
-def _hopeless(settings: ConversionSettings, trials: Trials, whole: SearchTrial, candidates: Collection[str]) -> str:
+def _hopeless(settings: PipelineSettings, trials: Trials, whole: SearchTrial, candidates: Collection[str]) -> str:
     """Why even the set of all candidates is over budget."""
     if not candidates:
         return "every node that could stay float32 already does"
@@ -315,7 +292,7 @@ def _first(violations: Collection[str]) -> str:
     return first + (f", and {len(rest)} more" if rest else "")
 
 
-def _why(settings: ConversionSettings, trials: Trials, whole: SearchTrial) -> str:
+def _why(settings: PipelineSettings, trials: Trials, whole: SearchTrial) -> str:
     if not whole.outputs:
         return "precision is not the cause"
     if own := trials.original_violations():

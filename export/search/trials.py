@@ -8,33 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import onnx_ir
 
-from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import OutputVerdict, PrecisionVerdict, Risk
-from halfserve.export.conversion_options import SearchLimits
 from halfserve.export.export_errors import ExportError
-from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
+from halfserve.export.onnx_files.model_file import ModelFile, open_model
 from halfserve.export.onnx_fp16.conversion_report import ConversionReport
 from halfserve.export.onnx_fp16.convert import convert
 from halfserve.export.search.narrowing import OutOfRunsError, Usage
 from halfserve.export.search.searched_model import SearchedModel
 from halfserve.export.verification.comparison import Comparison, allow_reference_noise
+from halfserve.export.verification.criteria import Criteria
 from halfserve.export.verification.executions import gpu_is_there, run_as_on_cuda, run_levels, run_simulated
 from halfserve.export.verification.generated.adversarial import adversarial_cases
-from halfserve.export.verification.generated.lengths import TARGETS, LongerSizes, VaryingSizes
+from halfserve.export.verification.generated.lengths import TARGETS, VaryingSizes
 from halfserve.export.verification.judging import headroom
 from halfserve.export.verification.samples import Feed, Inputs, inputs_of, make_feeds
 from halfserve.export.verification.sandbox import RunResult, Sandbox, on_disk
 from halfserve.export.verification.ties import judge_results
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from halfserve.export.verification.judging import Judge
 
 MEASURED_BYTES = 16 << 20
 
@@ -92,24 +85,19 @@ class Trials:
         searched: SearchedModel,
         inputs: Inputs,
         sandbox: Sandbox,
-        *,
-        reference: nn.Module | ModelSource | ModelFile | None = None,
-        budget: Budget,
-        batch_size: int,
-        adversarial: bool,
-        float16_sums: bool,
-        limits: SearchLimits,
+        criteria: Criteria,
         progress: Callable[[str], None],
-        task: Judge | None = None,
-        lengths: LongerSizes | None = None,
     ) -> None:
-        self.usage = Usage(limits)
-        self._searched, self._sandbox, self._budget = searched, sandbox, budget
-        self._float16_sums, self._progress = float16_sums, progress
+        settings = searched.settings
+        adversarial, lengths, reference = settings.adversarial, criteria.lengths, criteria.reference
+        self.usage = Usage(settings)
+        self._searched, self._sandbox, self._progress = searched, sandbox, progress
+        self._budget = budget = criteria.budget_of(settings.half.name)
+        self._float16_sums = settings.accumulators == "float16"
         self._original = open_model(on_disk(open_model(searched.original), sandbox))
         self._has_own_reference = reference is not None
         wanted = inputs_of(self._original.outline)
-        feeds = make_feeds(wanted, inputs, batch_size)
+        feeds = make_feeds(wanted, inputs, criteria.batch_size)
         cases = adversarial_cases(wanted, feeds.batches, resizable=feeds.resizable) if adversarial else []
         cases = [case for case in cases if case.factor is None or budget.min_headroom > 1]
         longer = VaryingSizes(self._original.outline).cases(feeds, lengths.sizes) if adversarial and lengths is not None else []
@@ -122,7 +110,7 @@ class Trials:
         cases += longer
         compared = self._original if reference is None else reference
         self._comparison = Comparison(
-            compared, self._original, sandbox, feeds, cases, self._original, task, searched.settings.half
+            compared, self._original, sandbox, feeds, cases, self._original, criteria.task, settings.half
         )
         if budget.max_abs_error is None:  # `verify` does this for a model over budget, and a search begins with one
             allow_reference_noise(self._comparison, budget)
@@ -170,21 +158,14 @@ class Trials:
         usage, best = self.usage, self.best
         found = "" if best is None else f"; enough so far: {len(best.kept)}"
         return (
-            f"searching: run {usage.runs + 1} of at most {usage.limits.max_runs}, {usage.seconds / 60:.1f} min: "
+            f"searching: run {usage.runs + 1} of at most {usage.settings.max_runs}, {usage.seconds / 60:.1f} min: "
             f"{count} of {len(self._searched.nodes)} nodes in float32{found}"
         )
 
     def _tried(self, kept: frozenset[str]) -> SearchTrial:
         settings = self._searched.settings
-        converted = convert(
-            onnx_ir.from_proto(self._searched.original),
-            keep_io_types=settings.keep_io_types,
-            keep_fp32_ops=settings.keep_fp32_ops,
-            keep_fp32_nodes=(*settings.keep_fp32_nodes, *self._searched.present(kept)),
-            repair=settings.repair,
-            target_device=settings.target_device,
-            dtype=settings.half.name,
-        )
+        keeping = replace(settings, keep_fp32_nodes=(*settings.keep_fp32_nodes, *self._searched.present(kept)))
+        converted = convert(onnx_ir.from_proto(self._searched.original), keeping)
         try:
             return self._judged(kept, open_model(onnx_ir.to_proto(converted.model)), converted.report)
         except ExportError as error:

@@ -14,7 +14,6 @@ from torch import nn
 
 from halfserve.amp_core.weights.file_kinds import WeightsError
 from halfserve.amp_core.weights.state_dicts import load_weights
-from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.hugging_face_tasks import AUDIO, KINDS, PER_TOKEN, PICTURES, TOWERS, Kind, task_of
@@ -29,6 +28,7 @@ from halfserve.export.sources.picture_preparation import (
 from halfserve.export.sources.sample_files import clip_samples
 from halfserve.export.sources.sentence_transformers import sentence_layers
 from halfserve.export.sources.source import Source, repository_name, with_training
+from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.sources.tokenized_text import padding_values, read_tokenizer, served_tokenizer, text_samples
 from halfserve.export.tasks.judges import judge_decoded
 from halfserve.export.tasks.served_models import (

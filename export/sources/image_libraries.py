@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch import __version__ as torch_version
 
 from halfserve.amp_core.weights.state_dicts import load_into, load_weights, prefix_of, without_prefix
-from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.sources.picture_preparation import (
     LibraryPreparation,
@@ -25,6 +24,7 @@ from halfserve.export.sources.picture_preparation import (
     served_preparation,
 )
 from halfserve.export.sources.source import Source, repository_name, with_training
+from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.tasks.served_models import ImageModel, Preprocessing
 from halfserve.export.tasks.task import Task
 from halfserve.export.to_onnx.capture import one_line

@@ -1,22 +1,33 @@
-"""Chooses the reader for a source: a factory, a folder, or a file, whose kind its first bytes show."""
+"""Chooses the reader for a source: a factory, a folder, or a file, whose kind its first bytes show. Reads checkpoints."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from torch import nn
+
+from halfserve.amp_core.calling import arguments_of
+from halfserve.amp_core.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from halfserve.amp_core.policy import Policy
+from halfserve.amp_core.recorder import Record
 from halfserve.amp_core.weights.file_kinds import FileKind, WeightsError, kind_of
 from halfserve.amp_core.weights.state_dicts import described_weights, is_checkpoint, is_state_dict, weight_files
-from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError, UsageError
-from halfserve.export.sources.checkpoint import open_checkpoint
+from halfserve.export.module_pipeline import EXAMPLES
+from halfserve.export.repository.version_writer import FACTORY
+from halfserve.export.samples import Samples, take_samples
 from halfserve.export.sources.image_libraries import LIBRARIES, open_named_model
 from halfserve.export.sources.python_modules import open_exported_program, open_factory, open_pickled_module
-from halfserve.export.sources.source import Source
+from halfserve.export.sources.source import Source, factory_name
+from halfserve.export.sources.source_options import SourceOptions
+from halfserve.export.to_onnx.capture import run
+from halfserve.export.to_onnx.forward_call import call_of
 
 # Windows paths have one letter before the colon.
-FACTORY = re.compile(r"\w[\w.]+:\w[\w.]*")
+FACTORY_NAME = re.compile(r"\w[\w.]+:\w[\w.]*")
 
 
 def open_source(argument: str, options: SourceOptions) -> Source:
@@ -39,7 +50,7 @@ def open_source(argument: str, options: SourceOptions) -> Source:
 
 def _opened(argument: str, options: SourceOptions) -> Source:
     path = Path(argument)
-    if not path.exists() and FACTORY.fullmatch(argument):
+    if not path.exists() and FACTORY_NAME.fullmatch(argument):
         _require_no(argument, task=options.task)
         is_named = argument.partition(":")[0] in LIBRARIES
         return open_named_model(argument, options) if is_named else open_factory(argument, options)
@@ -82,7 +93,7 @@ def _open_file(path: Path, options: SourceOptions) -> Source:
         if is_checkpoint(path):
             if options.samples is not None:
                 raise UsageError(f"--samples does not belong to a checkpoint: {path} names its held-out set, which is used")
-            return open_checkpoint(path, options)
+            return _open_checkpoint(path, options)
         if is_state_dict(path):
             raise ExportError(f"{path} holds {described_weights(path)}, and no module; {_needs_factory(path)}")
         return open_pickled_module(path, options)
@@ -92,6 +103,64 @@ def _open_file(path: Path, options: SourceOptions) -> Source:
         raise ExportError(f"{path} holds {described_weights(path)}, and no module; {_needs_factory(path)}")
     advice = ADVICE.get(kind)
     raise ExportError(f"{path} is {kind.value}; {advice(path) if advice else EXPECTED}")
+
+
+def _open_checkpoint(path: Path, options: SourceOptions) -> Source:
+    """The trained model of a checkpoint of `halfserve train`, with held-out samples, training policy and training record.
+
+    Raises:
+        ExportError: The checkpoint cannot be read, or its factories are gone or do not fit it.
+    """
+    try:
+        checkpoint = load_checkpoint(path)
+    except CheckpointError as error:
+        raise ExportError(str(error)) from error
+    model, held_out = _rebuilt(checkpoint, options.max_samples)
+    policy, record = _training(checkpoint)
+    return Source(
+        module=model,
+        samples=held_out,
+        name=factory_name(checkpoint.model),
+        policy=policy,
+        record=record,
+        metadata={FACTORY: checkpoint.model},
+    )
+
+
+def _rebuilt(checkpoint: Checkpoint, samples: int) -> tuple[nn.Module, Samples]:
+    try:
+        model = checkpoint.build_model()
+        held_out = checkpoint.build_data()[1]
+    except ValueError as error:
+        raise ExportError(str(error)) from error
+    return model, _with_classes_only(model, take_samples(held_out, samples))
+
+
+def _with_classes_only(model: nn.Module, samples: Samples) -> Samples:
+    """The samples, without labels where these are not classes of the model's first output (counts, for example)."""
+    if samples.labels is None:
+        return samples
+    args, named = arguments_of(model, samples.inputs)
+    call = call_of(model, args, kwargs=named)
+    few = samples.labels[:EXAMPLES]
+    try:
+        (name, first), *_ = run(model, call, tuple(tensor[:EXAMPLES] for tensor in call.tensors))
+    except ExportError:  # the export itself reports it
+        return samples
+    sizes = list(first.shape)
+    classes = sizes.pop(1 if len(sizes) > 3 else -1) if len(sizes) > 1 else 0
+    if sizes == list(few.shape) and classes > 1 and int(samples.labels.min()) >= 0 and int(samples.labels.max()) < classes:
+        return samples
+    return replace(
+        samples, labels=None, note=f"the held-out targets are no classes of output {name!r}, so there is no accuracy"
+    )
+
+
+def _training(checkpoint: Checkpoint) -> tuple[Policy, Record | None]:
+    try:
+        return Policy.parse(checkpoint.policy), Record.from_dict(checkpoint.record) if checkpoint.record else None
+    except ValueError as error:
+        raise ExportError(str(error)) from error
 
 
 def _needs_factory(path: Path) -> str:

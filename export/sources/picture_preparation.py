@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError
 from halfserve.export.samples import Samples
+from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.tasks.served_models import Preprocessing
 from halfserve.export.to_onnx.capture import one_line
 from halfserve.protos.picture_files import MAX_PIXELS

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from halfserve.amp_core.weights.state_dicts import load_into, load_weights, prefix_of, torch_content
-from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError
 from halfserve.export.repository.version_writer import FACTORY
 from halfserve.export.samples import Samples, model_of
 from halfserve.export.sources.sample_files import read_arrays
 from halfserve.export.sources.source import Source, factory_name, repository_name, with_training
+from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.to_onnx.capture import one_line
 
 OWN_EXAMPLES = "the samples are the program's own example inputs; give --samples FILE.npz for a verdict on more"

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError
 from halfserve.export.samples import Samples
+from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.verification.samples import UNNAMED, read_array_file
 
 

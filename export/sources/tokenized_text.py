@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.sample_files import read_sentences
+from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.to_onnx.capture import one_line
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from halfserve.amp_core.policy import Policy
-from halfserve.export.onnx_fp16.conversion_settings import installed_version
+from halfserve.export.onnx_fp16.conversion_mark import installed_version
 from halfserve.export.to_onnx.capture import WRAPPED
 
 MODULE, SOURCE, OP = "halfserve.module", "halfserve.source", "halfserve.op"

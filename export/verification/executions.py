@@ -24,8 +24,8 @@ from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import BF16, FP16, HalfType
 from halfserve.export.onnx_files.external_data import external_tensors, location_of, take_in
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, serialize
+from halfserve.export.onnx_fp16.float32_copy import hold_in_float32
 from halfserve.export.verification.comparison import Comparison
-from halfserve.export.verification.float32_copy import hold_in_float32
 from halfserve.export.verification.judging import judge
 from halfserve.export.verification.samples import Value
 from halfserve.export.verification.sandbox import (

@@ -4,7 +4,7 @@ On most CPUs ONNX Runtime has no float16 arithmetic. It casts a chain of nodes t
 every optimisation level: `1 * 300 * 300 / 300` yields 300 there, and infinity on a GPU, whose every node rounds. Casts that
 the model itself contains are never dropped, so the rewritten model raises each node's half inputs to float32 and rounds its
 results. Nodes without a half result, such as ArgMax, take rounded inputs too: a Cast to a half type is rounding. A bfloat16
-model is held in float32 besides (see `verification.float32_copy`), as the CPU provider has hardly any kernels for it.
+model is held in float32 besides (see `onnx_fp16.float32_copy`), as the CPU provider has hardly any kernels for it.
 
 Sums inside a node stay float32, as in ONNX Runtime's CUDA kernels and in processors with bfloat16 instructions: cuBLAS and
 cuDNN use float32 as compute type, and softmax and norms accumulate in float32. A few operators round inside and are decomposed,
@@ -35,9 +35,9 @@ from halfserve.export.half_types import BF16, FP16, FP16_MAX, HalfType
 from halfserve.export.onnx_files.model_file import format_opset
 from halfserve.export.onnx_files.proto_graphs import bodies
 from halfserve.export.onnx_fp16.element_types import Signature, signature_named
+from halfserve.export.onnx_fp16.float32_copy import hold_in_float32
 from halfserve.export.onnx_fp16.graph import TYPE_ATTRIBUTES
 from halfserve.export.verification.cuda_steps import STEP, CudaKernels, attention_in_parts
-from halfserve.export.verification.float32_copy import hold_in_float32
 from halfserve.export.verification.kernel_steps import (
     AXES_ARE_INPUT_FROM,
     RAISED,

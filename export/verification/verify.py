@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,17 +17,19 @@ import onnxruntime
 from halfserve.export.certificate.budget import Budget, usual_budgets
 from halfserve.export.certificate.certificate import Accuracy, Certificate, PrecisionVerdict, Risk
 from halfserve.export.certificate.embed import graph_sha256
+from halfserve.export.conversion_settings import PipelineSettings
 from halfserve.export.export_errors import ExportError
-from halfserve.export.half_types import HALF_TYPES, Accumulators, HalfName, HalfType, TargetDevice, half_named
+from halfserve.export.half_types import Accumulators, HalfName, HalfType, TargetDevice, half_named
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
 from halfserve.export.onnx_files.proto_graphs import half_type_of
-from halfserve.export.onnx_fp16.conversion_settings import installed_version
+from halfserve.export.onnx_fp16.conversion_mark import installed_version
 from halfserve.export.verification.comparison import (
     Comparison,
     ReferenceSensitivity,
     allow_reference_noise,
     reference_sensitivity,
 )
+from halfserve.export.verification.criteria import Criteria
 from halfserve.export.verification.executions import RuntimeLevels, gpu_is_there, run_as_on_cuda, run_levels, run_simulated
 from halfserve.export.verification.generated.adversarial import adversarial_cases
 from halfserve.export.verification.generated.lengths import LongerSizes, VaryingSizes, longer_sizes
@@ -117,62 +120,115 @@ def verify(
             infinity has no finite answer, or headroom is requested without adversarial samples.
     """
     opened = candidate if isinstance(candidate, ModelFile) else open_model(candidate)
-    written = half_type_of(opened.outline)
-    half, *others = _in_order(precisions, written)
-    budgets = (
-        budget if isinstance(budget, Mapping) else usual_budgets() if budget is None else dict.fromkeys(HALF_TYPES, budget)
+    settings = PipelineSettings(
+        adversarial=adversarial, accumulators=accumulators, target_device=target_device, precisions=precisions
     )
-    asked = max(budgets[each.name].min_headroom for each in (half, *others))
-    if asked > 1 and not adversarial:
-        raise ExportError(f"headroom of {asked:g} is asked for, which adversarial samples measure: leave them on or ask for 1")
-    if accumulators == "float16" and half.has_float32_range:
-        raise ExportError("sums in float16 are asked for, and the model is bfloat16, whose sums hardware takes in float32")
-    wanted = inputs_of(opened.outline)
-    feeds = make_feeds(wanted, inputs, batch_size)
-    made_from = source if source is None or isinstance(source, ModelFile) else open_model(source)
-    if isinstance(reference, onnx.ModelProto | bytes | str | Path):
-        reference = open_model(reference)
-    if longest or not adversarial:
-        lengths = LongerSizes()
-    elif lengths is None:
-        lengths = longer_sizes(_runs_alike(opened, reference, made_from), inputs, batch_size)
-    varying = VaryingSizes(opened.outline)
-    longer = varying.cases(feeds, lengths.sizes)
-    cases = adversarial_cases(wanted, feeds.batches, resizable=feeds.resizable, longest=longest) if adversarial else []
-    cases += longer
+    criteria = Criteria(
+        budget=usual_budgets() if budget is None else budget,
+        reference=open_model(reference) if isinstance(reference, onnx.ModelProto | bytes | str | Path) else reference,
+        labels=labels,
+        task=task,
+        lengths=lengths,
+        longest=longest,
+        batch_size=batch_size,
+        cuda=cuda,
+    )
+    details = CertificateDetails(
+        name=name,
+        source=source if source is None or isinstance(source, ModelFile) else open_model(source),
+        reference_bytes=reference_bytes,
+        conversion=conversion,
+        placement=placement,
+        notes=notes,
+    )
+    return certified(opened, inputs, settings, criteria, details)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertificateDetails:
+    """What a certificate says of a model beside the verdict; see `verify`."""
+
+    name: str
+    source: ModelFile | None = None
+    reference_bytes: int | None = None
+    conversion: SupportsToJson | None = None
+    placement: Mapping[str, Any] | None = None
+    notes: Sequence[str] = ()
+
+
+def certified(
+    candidate: ModelFile, inputs: Inputs, settings: PipelineSettings, criteria: Criteria, details: CertificateDetails
+) -> Certificate:
+    """Compare a converted model with its reference, by default the source, in all precisions of the settings; see `verify`."""
+    written = half_type_of(candidate.outline)
+    half, *others = _in_order(settings.precisions, written)
+    _require_measurable([half, *others], settings, criteria)
+    reference = details.source if criteria.reference is None else criteria.reference
+    if reference is None:
+        raise ExportError("there is nothing to compare the model with; expected a reference or the source")
+    wanted = inputs_of(candidate.outline)
+    feeds = make_feeds(wanted, inputs, criteria.batch_size)
+    lengths = _lengths(candidate, reference, inputs, settings, criteria, details)
+    varying = VaryingSizes(candidate.outline)
+    cases = varying.cases(feeds, lengths.sizes)
+    if settings.adversarial:
+        usual = adversarial_cases(wanted, feeds.batches, resizable=feeds.resizable, longest=criteria.longest)
+        cases = [*usual, *cases]
     with Sandbox() as sandbox:
-        comparison = Comparison(reference, opened, sandbox, feeds, cases, made_from, task, half, written)
+        comparison = Comparison(reference, candidate, sandbox, feeds, cases, details.source, criteria.task, half, written)
         require_finite(feeds.batches, comparison.expected)
-        true = None if labels is None else as_array(labels)[: feeds.samples]
-        own = _found(comparison, budgets[half.name], accumulators, true, target_device, cuda)
+        true = None if criteria.labels is None else as_array(criteria.labels)[: feeds.samples]
+        own = _found(comparison, settings, criteria, true)
         further: dict[HalfName, PrecisionVerdict] = {
-            other.name: _without_plots(
-                _found(comparison.in_precision(other), budgets[other.name], accumulators, true, target_device, cuda).verdict
-            )
+            other.name: _without_plots(_found(comparison.in_precision(other), settings, criteria, true).verdict)
             for other in others
         }
     onnx_reference = comparison.onnx_reference
+    notes = (*details.notes, *comparison.notes, *filter(None, [lengths.note]), *own.verdict.notes)
     certificate = Certificate(
-        **vars(replace(own.verdict, notes=(*notes, *comparison.notes, *filter(None, [lengths.note]), *own.verdict.notes))),
-        model=name,
+        **vars(replace(own.verdict, notes=notes)),
+        model=details.name,
         precision=half.name,
         precisions=further,
-        onnx_sha256=opened.sha256,
-        onnx_bytes=opened.size_bytes,
-        graph_sha256=graph_sha256(opened),
-        reference_bytes=reference_bytes or (None if onnx_reference is None else onnx_reference.size_bytes),
+        onnx_sha256=candidate.sha256,
+        onnx_bytes=candidate.size_bytes,
+        graph_sha256=graph_sha256(candidate),
+        reference_bytes=details.reference_bytes or (None if onnx_reference is None else onnx_reference.size_bytes),
         samples=feeds.samples,
         sizes=varying.tried([*feeds.batches, *(case.feed for case in cases)]),
         probe=own.runtime.probe,
         versions=versions(),
         created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
-        conversion=None if conversion is None else conversion.to_json(),
+        conversion=None if details.conversion is None else details.conversion.to_json(),
         levels=own.runtime.levels,
-        placement=None if placement is None else dict(placement),
+        placement=None if details.placement is None else dict(details.placement),
     )
     if not certificate.passed:
         raise exceeded(certificate, comparison, own.sensitivity)
     return certificate
+
+
+def _require_measurable(precisions: Sequence[HalfType], settings: PipelineSettings, criteria: Criteria) -> None:
+    asked = max(criteria.budget_of(each.name).min_headroom for each in precisions)
+    if asked > 1 and not settings.adversarial:
+        raise ExportError(f"headroom of {asked:g} is asked for, which adversarial samples measure: leave them on or ask for 1")
+    if settings.accumulators == "float16" and precisions[0].has_float32_range:
+        raise ExportError("sums in float16 are asked for, and the model is bfloat16, whose sums hardware takes in float32")
+
+
+def _lengths(
+    candidate: ModelFile,
+    reference: object,
+    inputs: Inputs,
+    settings: PipelineSettings,
+    criteria: Criteria,
+    details: CertificateDetails,
+) -> LongerSizes:
+    if criteria.longest or not settings.adversarial:
+        return LongerSizes()
+    if criteria.lengths is not None:
+        return criteria.lengths
+    return longer_sizes(_runs_alike(candidate, reference, details.source), inputs, criteria.batch_size)
 
 
 def _runs_alike(candidate: ModelFile, *others: object) -> ModelFile:
@@ -197,23 +253,20 @@ class _Findings:
     sensitivity: ReferenceSensitivity
 
 
-def _found(
-    comparison: Comparison,
-    budget: Budget,
-    accumulators: Accumulators,
-    labels: Array | None,
-    target_device: TargetDevice,
-    cuda: bool | None,
-) -> _Findings:
+def _found(comparison: Comparison, settings: PipelineSettings, criteria: Criteria, labels: Array | None) -> _Findings:
     """Run and judge the candidate in the comparison's precision."""
-    sums: Accumulators = "float32" if comparison.half.has_float32_range else accumulators
-    runs = _run(comparison, budget, products=sums == "float16", target_device=target_device, cuda=cuda)
+    budget = criteria.budget_of(comparison.half.name)
+    sums: Accumulators = "float32" if comparison.half.has_float32_range else settings.accumulators
+    run = partial(
+        _run, comparison, budget, products=sums == "float16", target_device=settings.target_device, cuda=criteria.cuda
+    )
+    runs = run()
     judged, noise = judge_results(comparison, runs.answers, budget), tuple[str, ...]()
     over = any(verdict.violations for verdict in judged.outputs) or any(
         verdict.violations for verdict in judged.adversarial if verdict.factor is None
     )
     if over and budget.max_abs_error is None and (noise := allow_reference_noise(comparison, budget)):
-        runs = _run(comparison, budget, products=sums == "float16", target_device=target_device, cuda=cuda)  # judges levels
+        runs = run()  # judges levels
         judged = judge_results(comparison, runs.answers, budget)
     sensitivity = reference_sensitivity(comparison, judged.outputs, budget)
     verdict = PrecisionVerdict(

@@ -1,141 +1,65 @@
-"""Trials that compare two ways to compute a model on this processor, in speed and answers; the results are cached."""
+"""Trials of half precisions on this processor, in speed and answers, beside float32."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import io
-import json
 import logging
 import math
 import time
-import zipfile
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 
-from halfserve.files.atomic_files import atomic_file
-from halfserve.protos.certificates import RECORDED_INPUT, RECORDED_OUTPUT, SAMPLES
-from halfserve.serve.engine.backend import Backend, ModelInterface
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.openvino.fitness import processor_name
+from halfserve.serve.engine.backend import Backend, CpuPrecision, DevicePlacement, ModelInterface
 from halfserve.serve.engine.background_threads import pause
-from halfserve.serve.engine.disk_files import open_regular
-from halfserve.serve.engine.errors import InferenceError, InstanceLostError
-from halfserve.serve.engine.tensors import ANY_SIZE, Array, TensorSpec
+from halfserve.serve.engine.config.parameters import MEASURED, PREFIX
+from halfserve.serve.engine.errors import InferenceError, InstanceLostError, ModelLoadError
+from halfserve.serve.engine.tensors import Array
+from halfserve.serve.trials.decisions import Decision, Decisions, Trial, decision_key
+from halfserve.serve.trials.recorded_samples import BUDGET_S, FREE_SIZES, RUNS, RecordedSamples, largest_error, made_up
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R")
-
-MAX_BYTES = 1 << 24  # most bytes of the file; the converter writes at most a fourth of this
-
-
-@dataclass(frozen=True)
-class RecordedSamples:
-    """The samples beside a certificate: inputs and answers by name, in the float32 model's types, batch dimension first."""
-
-    inputs: Mapping[str, Array]
-    answers: Mapping[str, Array]
-
-
-def read_samples(model: Path, certificate: Mapping[str, Any], interface: ModelInterface) -> RecordedSamples | None:
-    """Read the samples beside a model file; None if `certificate`, the one that the model names, vouches for none.
-
-    A warning is logged if they cannot be used. They must have all inputs of the interface; answers of further outputs are left
-    out.
-    """
-    files = certificate.get("files")
-    digest = files.get(SAMPLES) if isinstance(files, Mapping) else None
-    if digest is None:
-        return None
-    path = model.parent / SAMPLES
-    try:
-        arrays = _arrays(path, digest)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, EOFError, MemoryError, RuntimeError, NotImplementedError, zipfile.BadZipFile) as error:
-        logger.warning("%s: cannot be used to check what this machine computes: %s", path, error)
-        return None
-    inputs, answers = (
-        {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-        for prefix in (RECORDED_INPUT, RECORDED_OUTPUT)
-    )
-    outputs = [spec.name for spec in interface.outputs]
-    if inputs.keys() != {spec.name for spec in interface.inputs} or not answers.keys() >= set(outputs):
-        logger.warning("%s: has other inputs or outputs than the model, and is not used", path)
-        return None
-    return RecordedSamples(inputs, {name: answers[name] for name in outputs})
-
-
-def _arrays(path: Path, digest: str) -> dict[str, Array]:
-    with open_regular(path) as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"it has more than {MAX_BYTES} bytes")
-    if hashlib.sha256(content).hexdigest() != digest:
-        raise ValueError("it is not the file that the certificate names")
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-            raise ValueError("its arrays are compressed")  # compressed arrays may be of any size
-    with np.load(io.BytesIO(content), allow_pickle=False) as found:
-        return {name: found[name] for name in found.files}
-
-
+PACKAGE = "openvino"
 SHORT_MS = 999.5  # below this time, three digits are shown
 MOST_ROWS = 8  # most rows of a trial's batch
-FREE_SIZES = (16, 1)  # sizes to try in place of the model's open sizes; the first that it can compute is used
-RUNS = 5  # most runs of each way
-BUDGET_S = 2.0  # seconds for the runs of one model; each way is run at least twice
+# Made-up inputs resemble the model's own no more than a certificate's adversarial samples, for which it allows this factor.
+TRIAL_FACTOR = 5.0
+UNMEASURED = "; no batch could be made up to measure it"
 
 
 @dataclass(frozen=True)
-class TrialResult:
-    half_ms: float  # milliseconds of the shortest run in half precision
-    float32_ms: float  # milliseconds of the shortest run in float32
-    error: float  # the largest difference of the answers, divided by the output's largest value; infinite if one is not finite
-    # Whether the answers were compared with recorded samples, computed in float32, and not for a made-up batch.
+class TrialResult(Decision):
+    """Speed and answers of a half precision, beside float32.
+
+    Attributes:
+        half_ms: milliseconds of the shortest run in half precision.
+        float32_ms: milliseconds of the shortest run in float32.
+        error: the largest difference of the answers, divided by the output's largest value; infinite if one is not finite.
+        recorded: whether the answers were compared with recorded samples, computed in float32, and not for a made-up batch.
+    """
+
+    half_ms: float
+    float32_ms: float
+    error: float
     recorded: bool = False
 
+    FOLDER = "cpu_precision"
 
-@dataclass(frozen=True)
-class ResultCache(ABC, Generic[R]):
-    """A folder of results, one small JSON file each. Unreadable or unwritable files only cost another trial."""
-
-    folder: Path | None  # None caches nothing
-
-    @abstractmethod
-    def from_json(self, known: Any) -> R: ...
-
-    @abstractmethod
-    def to_json(self, result: R) -> Any: ...
-
-    def find(self, key: str) -> R | None:
-        if self.folder is None:
-            return None
-        try:
-            return self.from_json(json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-
-    def keep(self, key: str, result: R) -> None:
-        if self.folder is None:
-            return
-        with contextlib.suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with atomic_file(self.folder / f"{key}.json") as file:
-                file.write(json.dumps(self.to_json(result)).encode())
-
-
-class TrialCache(ResultCache[TrialResult]):
-    def from_json(self, known: Any) -> TrialResult:
+    @classmethod
+    def from_json(cls, known: Any) -> TrialResult:
         half_ms, float32_ms, error = (float(known[name]) for name in ("half_ms", "float32_ms", "error"))
-        return TrialResult(half_ms, float32_ms, error, known["recorded"] is True)
+        return cls(half_ms, float32_ms, error, known["recorded"] is True)
 
-    def to_json(self, result: TrialResult) -> Any:
-        return asdict(result)
+    def to_json(self) -> Any:
+        return asdict(self)
 
 
 def compared(
@@ -190,33 +114,6 @@ def _run(backend: Backend, batch: Mapping[str, Array]) -> tuple[float, Mapping[s
     return time.perf_counter() - started, answers
 
 
-def made_up(spec: TensorSpec, rows: int, size: int) -> Array:
-    """Make an input up: integers are ones (valid indices, lengths and masks), other numbers are normally distributed."""
-    own = spec.shape[1:] if rows else spec.shape
-    shape = (*((rows,) if rows else ()), *(size if n == ANY_SIZE else n for n in own))
-    if spec.datatype.array_dtype.kind in "iub":
-        return np.ones(shape, spec.datatype.array_dtype)
-    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-
-
-def largest_error(answers: Mapping[str, Array], expected: Mapping[str, Array]) -> float:
-    """Return the largest difference, divided by the output's largest value; infinite if not both are finite."""
-    worst = 0.0
-    for name, wanted in expected.items():
-        given: Array = answers[name]
-        if given.shape != wanted.shape:
-            return math.inf
-        if wanted.dtype.kind in "iub":  # among nearly equal classes, another one may win
-            continue
-        far, near = given.astype(np.float64), wanted.astype(np.float64)
-        if not np.array_equal(np.isfinite(far), np.isfinite(near)):
-            return math.inf
-        finite = np.isfinite(near)
-        scale = float(np.abs(near[finite]).max(initial=0.0))
-        worst = max(worst, float(np.abs(far[finite] - near[finite]).max(initial=0.0)) / (scale or 1.0))
-    return worst
-
-
 def recorded_error(backend: Backend, samples: RecordedSamples) -> float:
     """Return the largest difference to recorded answers, divided by the output's largest value; infinite if the model fails."""
     try:
@@ -232,3 +129,147 @@ def describe(result: TrialResult, precision: Any, rows: int, float32_runtime: st
     times = f"OpenVINO in {precision} {half} ms, {float32_runtime} in float32 {float32} ms {batch}"
     answers = "the answers to recorded samples" if result.recorded else "they"
     return f"{times}; {answers} differ by {result.error:.2g} of the largest value"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuModel:
+    """A model to load on the CPU.
+
+    Attributes:
+        path: path of the model file.
+        interface: interface of the file.
+        placement: device and CPU settings of the copy.
+        config: configuration of the model, to which the measurements are added.
+        in_half: loads the model in a half precision.
+        in_float32: loads the model in float32.
+        float32_runtime: name of the runtime that computes it in float32.
+        samples: recorded samples; None if there are none to use.
+        allowed: scaled error that the certificate allows for each precision.
+    """
+
+    path: Path
+    interface: ModelInterface
+    placement: DevicePlacement
+    config: ModelConfig
+    in_half: Callable[[ModelConfig, CpuPrecision], Backend]
+    in_float32: Callable[[ModelConfig], Backend]
+    float32_runtime: str
+    samples: RecordedSamples | None
+    allowed: Mapping[CpuPrecision, float]
+
+    @cached_property
+    def reference(self) -> Backend:
+        """The model in float32, for comparison."""
+        return self.in_float32(self.scratch())
+
+    def scratch(self) -> ModelConfig:
+        """Copy the configuration, for a backend that may not be used."""
+        config = ModelConfig()
+        config.CopyFrom(self.config)
+        return config
+
+
+class PrecisionTrial(Trial[TrialResult]):
+    """Whether a half precision gives right answers on this processor, and how fast.
+
+    Attributes:
+        precision: the precision.
+        config: the configuration with which the backend is loaded.
+        backend: the model in this precision; None if it is not loaded.
+        gain: the time in float32 divided by the time in this precision; 0 without a measurement.
+        said: the measurement in words; "" if nothing could be measured.
+        refusal: reason why the model is not computed in this precision; None if it may be.
+        level: log level of the refusal.
+    """
+
+    kind = TrialResult
+
+    def __init__(self, model: CpuModel, precision: CpuPrecision) -> None:
+        self._model = model
+        self.precision = precision
+        self.config = model.scratch()
+        self.backend: Backend | None = None
+        self.gain = 0.0
+        self.said = ""
+        self.refusal: str | None = None
+        self.level = logging.WARNING
+
+    @property
+    def key(self) -> str:
+        model = self._model
+        circumstances = [version("halfserve"), ort.__version__, version(PACKAGE), processor_name(), model.float32_runtime]
+        given = model.config.parameters.items()
+        parameters = sorted((key, value.string_value) for key, value in given if not key.startswith(PREFIX))
+        settings = [str(self.precision), str(model.placement.threads), str(model.config.max_batch_size), repr(parameters)]
+        return decision_key(model.path, [*circumstances, *settings])
+
+    def decide(self) -> TrialResult | None:
+        model = self._model
+        half = self.load()
+        if half is None:
+            return None
+        return compared(half, model.reference, model.interface, model.config.max_batch_size, model.samples)
+
+    def load(self) -> Backend | None:
+        """Load the model; None if it is refused."""
+        try:
+            self.backend = self._model.in_half(self.config, self.precision)
+        except ModelLoadError as error:
+            self.refusal = str(error)
+        return self.backend
+
+    def judge(self, result: TrialResult, *, measure: bool) -> None:
+        """Judge the precision by a decision. `measure`: whether float32 is preferred if it is faster."""
+        model = self._model
+        self.gain = result.float32_ms / result.half_ms
+        self.said = describe(result, self.precision, model.config.max_batch_size, model.float32_runtime)
+        allowed = model.allowed[self.precision] * (1 if result.recorded else TRIAL_FACTOR)
+        if result.error > allowed:
+            self.refusal = f"OpenVINO's answers are wrong here ({self.said}, {allowed:.2g} allowed)"
+        elif measure and result.float32_ms < result.half_ms:
+            self.refusal, self.level = f"float32 is faster ({self.said})", logging.INFO
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sort key: refused precisions come first, then the others by their gain."""
+        return self.refusal is None, self.gain
+
+
+class CpuTrials:
+    """Chooses the precision in which models are computed on the CPU."""
+
+    def __init__(self, decisions: Decisions) -> None:
+        self._decisions = decisions
+
+    def load(self, model: CpuModel, precisions: Sequence[CpuPrecision], *, measure: bool) -> Backend | None:
+        """Return the model in the fastest of these half precisions; None if no trial shows one that is right and pays.
+
+        The configuration's parameters get the measurements in words. `measure`: whether float32 is preferred if it is faster.
+        """
+        tried: list[PrecisionTrial] = []
+        for precision in precisions:
+            trial = PrecisionTrial(model, precision)
+            result = self._decisions.of(trial)
+            if result is not None:
+                trial.judge(result, measure=measure)
+            tried.append(trial)
+            # Only the fastest one so far is kept in memory.
+            for slower in sorted(tried, key=lambda one: one.rank)[:-1]:
+                slower.backend = None
+        best = max(tried, key=lambda one: one.rank, default=None)
+        if best is not None and best.refusal is None and best.backend is None:
+            best.load()
+        measured = "; ".join(trial.said for trial in tried if trial.said)
+        chosen = None if best is None or best.refusal is not None else best
+        if chosen is not None:
+            model.config.CopyFrom(chosen.config)
+        if measured:
+            model.config.parameters[MEASURED].string_value = measured
+        computed = f"float32 by {model.float32_runtime}" if chosen is None else chosen.precision
+        for trial in tried:
+            if trial.refusal is not None:
+                logger.log(trial.level, "%s: is computed in %s: %s", model.path, computed, trial.refusal)
+        if chosen is None:
+            return None
+        logger.info("%s: is computed in %s%s", model.path, computed, f" ({chosen.said})" if chosen.said else UNMEASURED)
+        return chosen.backend

@@ -1,4 +1,4 @@
-"""Trials of ways to compute a model on a CUDA device, in speed and answers; the results are cached."""
+"""Trials of ways to compute a model on a CUDA device, in speed and answers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ import onnxruntime as ort
 from onnx import TensorProto
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.cpu_trials import BUDGET_S, FREE_SIZES, RUNS, ResultCache, largest_error, made_up
-from halfserve.serve.backends.onnx_runtime.crash_probe import verdict_key
 from halfserve.serve.backends.onnx_runtime.cuda_errors import reason_of
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntimeBackend
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
@@ -30,6 +28,8 @@ from halfserve.serve.engine.config.parameters import MEASURED, REPORTED
 from halfserve.serve.engine.cuda_driver import CudaError, cuda_driver
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.tensors import Array
+from halfserve.serve.trials.decisions import Decision, Decisions, Trial, decision_key
+from halfserve.serve.trials.recorded_samples import BUDGET_S, FREE_SIZES, RUNS, largest_error, made_up
 
 logger = logging.getLogger(__name__)
 
@@ -82,17 +82,25 @@ def measured(backend: Backend, batch: Mapping[str, Array]) -> Cost:
 
 
 @dataclass(frozen=True)
-class ChosenWays:
-    ways: tuple[str, ...]  # the ways that the model is computed in, in the order of the trials
-    said: str  # the measurements in words
+class ChosenWays(Decision):
+    """The ways that a model is computed in.
 
+    Attributes:
+        ways: the ways, in the order of the trials.
+        said: the measurements in words.
+    """
 
-class WaysCache(ResultCache[ChosenWays]):
-    def from_json(self, known: Any) -> ChosenWays:
-        return ChosenWays(tuple(map(str, known["ways"])), str(known["said"]))
+    ways: tuple[str, ...]
+    said: str
 
-    def to_json(self, result: ChosenWays) -> Any:
-        return {"ways": result.ways, "said": result.said}
+    FOLDER = "cuda_ways"
+
+    @classmethod
+    def from_json(cls, known: Any) -> ChosenWays:
+        return cls(tuple(map(str, known["ways"])), str(known["said"]))
+
+    def to_json(self) -> Any:
+        return {"ways": self.ways, "said": self.said}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,22 +146,78 @@ class DeviceModel:
         config.parameters[CUDA_WAYS_KEY].string_value = ", ".join(ways) or "none"
         return self.load(config, replace(self.placement, require_gpu=True)), config
 
+
+class WaysTrial(Trial[ChosenWays]):
+    """Which of the open ways give the usual answers in less time.
+
+    Attributes:
+        loaded: the copy in the chosen ways, with its configuration; None before they are chosen.
+    """
+
+    kind = ChosenWays
+
+    def __init__(self, model: DeviceModel, ways: Sequence[str], measure: Measure, clock: Callable[[], float]) -> None:
+        self._model = model
+        self._ways = ways
+        self._measure = measure
+        self._clock = clock
+        self.loaded: tuple[Backend, ModelConfig] | None = None
+
+    @property
     def key(self) -> str:
-        """Return a key that is equal for trials with equal results."""
-        given = sorted((key, value.string_value) for key, value in self.config.parameters.items() if key not in REPORTED)
-        optimization = self.config.optimization.SerializeToString(deterministic=True).hex()
-        where = [_device_name(self.placement.device_id), str(self.placement.device_id), str(self.config.max_batch_size)]
-        return verdict_key(self.path, [version("halfserve"), ort.__version__, *where, repr(given), optimization])
+        config, device_id = self._model.config, self._model.placement.device_id
+        given = sorted((key, value.string_value) for key, value in config.parameters.items() if key not in REPORTED)
+        optimization = config.optimization.SerializeToString(deterministic=True).hex()
+        where = [_device_name(device_id), str(device_id), str(config.max_batch_size)]
+        return decision_key(self._model.path, [version("halfserve"), ort.__version__, *where, repr(given), optimization])
+
+    def decide(self) -> ChosenWays:
+        """Try one way after the other on top of the best ones so far. A way that fails, or answers otherwise, is left out."""
+        model, until = self._model, self._clock() + LOADS_S
+        self.loaded = model.loaded(())
+        batch, usual = self._usual(self.loaded[0])
+        if usual is None:
+            return ChosenWays((), "no batch could be made up to measure it")
+        chosen: tuple[str, ...] = ()
+        said = [f"on CUDA {_in_words(usual)}{_for_batch(model)}"]
+        for way in self._ways:
+            if self._clock() > until:
+                said.append(f"{way} not tried in {LOADS_S:g} s")
+                continue
+            self.loaded = None  # the device need not hold two copies
+            try:
+                self.loaded = model.loaded((*chosen, way))
+                cost = self._measure(self.loaded[0], batch)
+                reason = _why_not(way, self.loaded[0], cost, usual)
+            except Exception as error:  # noqa: BLE001  (runtimes have no common exception; the model is computed without this way)
+                self.loaded, reason = None, f"fails: {reason_of(error)}"
+            said.append(f"{way} {_in_words(cost) if reason is None else reason}")
+            if reason is None and cost.is_below(usual):
+                usual, chosen = cost, (*chosen, way)
+            else:
+                self.loaded = None
+        if "blocking" in self._ways and "blocking" not in chosen:
+            _wake(model.placement.device_id)
+        return ChosenWays(chosen, "; ".join(said))
+
+    def _usual(self, backend: Backend) -> tuple[Mapping[str, Array], Cost | None]:
+        """Return a made-up batch and its cost; no cost if the model cannot compute one."""
+        model = self._model
+        rows = min(model.config.max_batch_size, MOST_ROWS)
+        for size in FREE_SIZES:
+            batch = {spec.name: made_up(spec, rows, size) for spec in model.interface.inputs}
+            try:
+                return batch, self._measure(backend, batch)
+            except Exception as error:  # noqa: BLE001  (the model may refuse made-up sizes and values)
+                logger.debug("%s: cannot compute a made-up batch: %s", model.path, error)
+        return {}, None
 
 
 class CudaTrials:
     """Chooses the ways in which models are computed on CUDA devices."""
 
-    def __init__(
-        self, cache: WaysCache | None = None, measure: Measure = measured, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`cache` keeps the results; without it each load measures again."""
-        self._cache = cache or WaysCache(None)
+    def __init__(self, decisions: Decisions, measure: Measure = measured, clock: Callable[[], float] = time.monotonic) -> None:
+        self._decisions = decisions
         self._measure = measure
         self._clock = clock
 
@@ -166,66 +230,20 @@ class CudaTrials:
         ways = model.open_ways()
         if not ways:
             return model.load(model.config, model.placement)
-        key = model.key()
-        known = self._cache.find(key)
+        trial = WaysTrial(model, ways, self._measure, self._clock)
         try:
-            if known is None:
-                known, (backend, config) = self._tried(model, ways)
-                self._cache.keep(key, known)
-            else:
-                backend, config = model.loaded(known.ways)
+            chosen = self._decisions.of(trial) or ChosenWays((), "")  # it always decides
+            backend, config = trial.loaded or model.loaded(chosen.ways)
         except ModelLoadError as error:
             if model.placement.require_gpu:
                 raise
             logger.info("%s: its ways to compute on CUDA were not tried (%s)", model.path, error)
             return model.load(model.config, model.placement)
         model.config.CopyFrom(config)
-        model.config.parameters[MEASURED].string_value = known.said
-        how = " and ".join(known.ways) or "the usual way"
-        logger.info("%s: is computed on CUDA by %s (%s)", model.path, how, known.said)
+        model.config.parameters[MEASURED].string_value = chosen.said
+        how = " and ".join(chosen.ways) or "the usual way"
+        logger.info("%s: is computed on CUDA by %s (%s)", model.path, how, chosen.said)
         return backend
-
-    def _tried(self, model: DeviceModel, ways: Sequence[str]) -> tuple[ChosenWays, tuple[Backend, ModelConfig]]:
-        """Try one way after the other on top of the best ones so far. A way that fails, or answers otherwise, is left out."""
-        until = self._clock() + LOADS_S
-        first = model.loaded(())
-        batch, usual = self._usual(model, first[0])
-        if usual is None:
-            return ChosenWays((), "no batch could be made up to measure it"), first
-        loaded: tuple[Backend, ModelConfig] | None = first
-        del first
-        chosen: tuple[str, ...] = ()
-        said = [f"on CUDA {_in_words(usual)}{_for_batch(model)}"]
-        for way in ways:
-            if self._clock() > until:
-                said.append(f"{way} not tried in {LOADS_S:g} s")
-                continue
-            loaded = None  # the device need not hold two copies
-            try:
-                loaded = model.loaded((*chosen, way))
-                cost = self._measure(loaded[0], batch)
-                reason = _why_not(way, loaded[0], cost, usual)
-            except Exception as error:  # noqa: BLE001  (runtimes have no common exception; the model is computed without this way)
-                loaded, reason = None, f"fails: {reason_of(error)}"
-            said.append(f"{way} {_in_words(cost) if reason is None else reason}")
-            if reason is None and cost.is_below(usual):
-                usual, chosen = cost, (*chosen, way)
-            else:
-                loaded = None
-        if "blocking" in ways and "blocking" not in chosen:
-            _wake(model.placement.device_id)
-        return ChosenWays(chosen, "; ".join(said)), loaded or model.loaded(chosen)
-
-    def _usual(self, model: DeviceModel, backend: Backend) -> tuple[Mapping[str, Array], Cost | None]:
-        """Return a made-up batch and its cost; no cost if the model cannot compute one."""
-        rows = min(model.config.max_batch_size, MOST_ROWS)
-        for size in FREE_SIZES:
-            batch = {spec.name: made_up(spec, rows, size) for spec in model.interface.inputs}
-            try:
-                return batch, self._measure(backend, batch)
-            except Exception as error:  # noqa: BLE001  (the model may refuse made-up sizes and values)
-                logger.debug("%s: cannot compute a made-up batch: %s", model.path, error)
-        return {}, None
 
 
 def _why_not(way: str, backend: Backend, cost: Cost, usual: Cost) -> str | None:

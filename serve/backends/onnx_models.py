@@ -11,56 +11,42 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import onnxruntime as ort
+from typing import TYPE_CHECKING, Any
 
 from halfserve.installation import install_hint
 from halfserve.protos.certificates import NAME, certificate_sha256
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.cpu_trials import (
-    RecordedSamples,
-    TrialCache,
-    TrialResult,
-    compared,
-    describe,
-    read_samples,
-    recorded_error,
-)
+from halfserve.serve.backends.cpu_trials import PACKAGE, CpuModel, CpuTrials, recorded_error
 from halfserve.serve.backends.cuda_trials import CudaTrials, DeviceModel
-from halfserve.serve.backends.onnx_runtime.crash_probe import verdict_key
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.onnx_runtime.onnx_preparation import HALF_TYPES, half_types
 from halfserve.serve.backends.onnx_runtime.session import why_no_device
 from halfserve.serve.backends.onnx_runtime.session_settings import SessionSettings, read_settings
-from halfserve.serve.backends.openvino.fitness import computed_halves, fast_halves, processor_name, why_unfit
+from halfserve.serve.backends.openvino.fitness import computed_halves, fast_halves, why_unfit
 from halfserve.serve.engine.backend import (
     OPENVINO_BACKEND,
     Backend,
     CpuPrecision,
     DevicePlacement,
     ModelInterface,
-    OnnxOnOpenVino,
 )
-from halfserve.serve.engine.config.parameters import MEASURED, PREFIX, own_parameter
+from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.disk_files import read_certificate
 from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.trials.recorded_samples import read_samples
+
+if TYPE_CHECKING:
+    from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime
 
 logger = logging.getLogger(__name__)
 
 PARAMETER = "halfserve.cpu_precision"
 SHORT = {CpuPrecision.BFLOAT16: "bf16", CpuPrecision.FLOAT16: "fp16"}
-PACKAGE = "openvino"
 INSTALL = install_hint(PACKAGE)
 USUAL_ERROR = 0.04  # bfloat16's budget if a certificate has none
-# Made-up inputs resemble the model's own no more than a certificate's adversarial samples, for which it allows this factor.
-TRIAL_FACTOR = 5.0
-UNMEASURED = "; no batch could be made up to measure it"
 
 
 def passed_precisions(model: Path, named: str | None) -> frozenset[str]:
@@ -163,84 +149,19 @@ class _Question:
         return f"`halfserve convert FP32_MODEL {place} {types}`"
 
 
-def _largest_error(path: Path, precision: CpuPrecision) -> float:
-    """Return the scaled error that the certificate allows for a precision; for float32 that of its own precision."""
+def _allowed_errors(path: Path) -> dict[CpuPrecision, float]:
+    """Return the scaled error that the certificate allows for each precision; for float32 that of its own precision."""
     certificate = _read(path)
-    verdict = certificate if precision is CpuPrecision.FLOAT32 else _verdicts(certificate).get(precision, {})
+    verdicts = {**_verdicts(certificate), CpuPrecision.FLOAT32: certificate}
+    return {precision: _allowed_error(verdicts.get(precision, {})) for precision in (CpuPrecision.FLOAT32, *SHORT)}
+
+
+def _allowed_error(verdict: Mapping[str, Any]) -> float:
     try:
         allowed = verdict["budget"]["max_scaled_error"]
     except (KeyError, TypeError):
         return USUAL_ERROR
     return float(allowed) if isinstance(allowed, int | float) and allowed > 0 else USUAL_ERROR
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Copy:
-    """A copy of a model to load on the CPU."""
-
-    path: Path  # path of the model file
-    interface: ModelInterface  # interface of the file
-    placement: DevicePlacement  # device and CPU settings of the copy
-    config: ModelConfig  # configuration of the model, to which the measurements are added
-    in_half: Callable[[ModelConfig, CpuPrecision], Backend]  # loads the model in a half precision
-    in_float32: Callable[[ModelConfig], Backend]  # loads the model in float32
-    float32_runtime: str  # name of the runtime that computes it in float32
-    samples: RecordedSamples | None  # recorded samples; None if there are none to use
-
-    @cached_property
-    def reference(self) -> Backend:
-        """The model in float32, for comparison."""
-        return self.in_float32(self.scratch())
-
-    def key(self, precision: CpuPrecision) -> str:
-        """Return a key that is equal for trials with equal results."""
-        circumstances = [version("halfserve"), ort.__version__, version(PACKAGE), processor_name(), self.float32_runtime]
-        given = self.config.parameters.items()
-        parameters = sorted((key, value.string_value) for key, value in given if not key.startswith(PREFIX))
-        settings = [str(precision), str(self.placement.threads), str(self.config.max_batch_size), repr(parameters)]
-        return verdict_key(self.path, [*circumstances, *settings])
-
-    def scratch(self) -> ModelConfig:
-        """Copy the configuration, for a backend that may not be used."""
-        config = ModelConfig()
-        config.CopyFrom(self.config)
-        return config
-
-
-@dataclass(eq=False)
-class _Candidate:
-    """A half precision in which a model may be computed."""
-
-    precision: CpuPrecision  # the precision
-    config: ModelConfig  # the configuration with which the backend is loaded
-    backend: Backend | None = None  # the model in this precision; None if it is not loaded
-    gain: float = 0.0  # the time in float32 divided by the time in this precision; 0 without a measurement
-    said: str = ""  # the measurement in words; "" if nothing could be measured
-    refusal: str | None = None  # reason why it is not computed in this precision; None if it may be
-    level: int = logging.WARNING  # log level of the refusal
-
-    def load(self, copy: _Copy) -> Backend | None:
-        """Load the model; None if it is refused."""
-        try:
-            self.backend = copy.in_half(self.config, self.precision)
-        except ModelLoadError as error:
-            self.refusal = str(error)
-        return self.backend
-
-    def judge(self, result: TrialResult, copy: _Copy, *, measure: bool) -> None:
-        """Judge the precision by a trial. `measure`: whether float32 is preferred if it is faster."""
-        self.gain = result.float32_ms / result.half_ms
-        self.said = describe(result, self.precision, copy.config.max_batch_size, copy.float32_runtime)
-        allowed = _largest_error(copy.path, self.precision) * (1 if result.recorded else TRIAL_FACTOR)
-        if result.error > allowed:
-            self.refusal = f"OpenVINO's answers are wrong here ({self.said}, {allowed:.2g} allowed)"
-        elif measure and result.float32_ms < result.half_ms:
-            self.refusal, self.level = f"float32 is faster ({self.said})", logging.INFO
-
-
-def _gain(candidate: _Candidate) -> tuple[bool, float]:
-    """Return the sort key of candidates: refused ones come first, then the others by their gain."""
-    return candidate.refusal is None, candidate.gain
 
 
 class OnnxModels:
@@ -249,18 +170,15 @@ class OnnxModels:
     def __init__(
         self,
         onnx: OnnxRuntime,
-        openvino: Callable[[Path], OnnxOnOpenVino],
-        trials: TrialCache | None = None,
-        cuda: CudaTrials | None = None,
+        openvino: Callable[[Path], OpenVinoRuntime],
+        cpu: CpuTrials,
+        cuda: CudaTrials,
     ) -> None:
-        """`openvino` returns the second runtime for a model file, or raises a ModelLoadError if it is not installed.
-
-        `trials` caches measurements on the CPU; without it each load measures again. `cuda` does the same on CUDA devices.
-        """
-        self._cuda = cuda or CudaTrials()
+        """`openvino` returns the second runtime for a model file, or raises a ModelLoadError if it is not installed."""
         self._onnx = onnx
         self._openvino = openvino
-        self._trials = trials or TrialCache(None)
+        self._cpu = cpu
+        self._cuda = cuda
 
     def describe(self, path: Path) -> ModelInterface:
         return self._onnx.describe(path)
@@ -271,14 +189,14 @@ class OnnxModels:
         """
         forced = config.backend == OPENVINO_BACKEND
         if not forced and (placement.require_gpu or (placement.use_gpu and why_no_device(placement) is None)):
-            model = DeviceModel(
+            on_device = DeviceModel(
                 path=path,
                 interface=interface,
                 placement=placement,
                 config=config,
                 load=lambda config, placement: self._onnx.load(path, interface, placement, config),
             )
-            return self._cuda.load(model)
+            return self._cuda.load(on_device)
         forced = forced or _is_accelerated(config, path)
         own = own_parameter(config, PARAMETER, path)
         asked = placement.cpu_precision if own is None else CpuPrecision(own)
@@ -292,7 +210,7 @@ class OnnxModels:
         if not forced and not halves:
             return self._onnx.load(path, interface, placement, config)
         openvino = self._openvino(path)
-        copy = _Copy(
+        model = CpuModel(
             path=path,
             interface=interface,
             placement=placement,
@@ -305,68 +223,27 @@ class OnnxModels:
             ),
             float32_runtime="OpenVINO" if forced else "ONNX Runtime",
             samples=read_samples(path, _named(path, named), interface),
+            allowed=_allowed_errors(path),
         )
-        backend = self._in_half(copy, halves, measure=asked is CpuPrecision.AUTO)
+        backend = self._cpu.load(model, halves, measure=asked is CpuPrecision.AUTO)
         if backend is None:
-            backend = copy.in_float32(config)
+            backend = model.in_float32(config)
             if forced:
-                _require_right(backend, copy)
+                _require_right(backend, model)
         return backend
 
-    def _in_half(self, copy: _Copy, precisions: Sequence[CpuPrecision], *, measure: bool) -> Backend | None:
-        """Return the model in the fastest of these half precisions; None if no trial shows one that is right and pays.
 
-        The configuration's parameters get the measurements in words. `measure`: whether float32 is preferred if it is faster.
-        """
-        tried: list[_Candidate] = []
-        for precision in precisions:
-            tried.append(self._tried(copy, precision, measure=measure))
-            # Only the fastest one so far is kept in memory.
-            for slower in sorted(tried, key=_gain)[:-1]:
-                slower.backend = None
-        best = max(tried, key=_gain, default=None)
-        if best is not None and best.refusal is None and best.backend is None:
-            best.load(copy)
-        measured = "; ".join(candidate.said for candidate in tried if candidate.said)
-        chosen = None if best is None or best.refusal is not None else best
-        if chosen is not None:
-            copy.config.CopyFrom(chosen.config)
-        if measured:
-            copy.config.parameters[MEASURED].string_value = measured
-        computed = f"float32 by {copy.float32_runtime}" if chosen is None else chosen.precision
-        for candidate in tried:
-            if candidate.refusal is not None:
-                logger.log(candidate.level, "%s: is computed in %s: %s", copy.path, computed, candidate.refusal)
-        if chosen is None:
-            return None
-        logger.info("%s: is computed in %s%s", copy.path, computed, f" ({chosen.said})" if chosen.said else UNMEASURED)
-        return chosen.backend
-
-    def _tried(self, copy: _Copy, precision: CpuPrecision, *, measure: bool) -> _Candidate:
-        """Return a half precision with its trial, which may be cached from an earlier load."""
-        candidate = _Candidate(precision, copy.scratch())
-        key = copy.key(precision)
-        result = self._trials.find(key)
-        if result is None and (half := candidate.load(copy)) is not None:
-            result = compared(half, copy.reference, copy.interface, copy.config.max_batch_size, copy.samples)
-            if result is not None:
-                self._trials.keep(key, result)
-        if result is not None:
-            candidate.judge(result, copy, measure=measure)
-        return candidate
-
-
-def _require_right(backend: Backend, copy: _Copy) -> None:
+def _require_right(backend: Backend, model: CpuModel) -> None:
     """Check OpenVINO's answers in float32 to recorded samples, if the configuration leaves no other runtime.
     Raises ModelLoadError: the answers are wrong.
     """
-    if copy.samples is None:
+    if model.samples is None:
         return
-    error, allowed = recorded_error(backend, copy.samples), _largest_error(copy.path, CpuPrecision.FLOAT32)
+    error, allowed = recorded_error(backend, model.samples), model.allowed[CpuPrecision.FLOAT32]
     if error > allowed:
         raise ModelLoadError(
-            f"{copy.path}: OpenVINO's answers to recorded samples are wrong here: computed in {backend.precision}, they differ "
-            f"by {error:.2g} of the largest value, {allowed:.2g} allowed; remove backend: {OPENVINO_BACKEND!r} from its "
+            f"{model.path}: OpenVINO's answers to recorded samples are wrong here: computed in {backend.precision}, they "
+            f"differ by {error:.2g} of the largest value, {allowed:.2g} allowed; remove backend: {OPENVINO_BACKEND!r} from its "
             "configuration, and the parameter HINT_BF16 if it is there"
         )
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from halfserve.installation import install_hint
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.cpu_trials import TrialCache
-from halfserve.serve.backends.cuda_trials import CudaTrials, WaysCache
+from halfserve.serve.backends.cpu_trials import CpuTrials
+from halfserve.serve.backends.cuda_trials import CudaTrials
 from halfserve.serve.backends.onnx_models import OnnxModels
-from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashVerdictCache, default_folder
+from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.python.runtime import PythonRuntime
 from halfserve.serve.engine.backend import COMPILED_FOLDER, NO_TRUST, Backend, DevicePlacement, ModelInterface, Runtime, Trust
@@ -21,7 +21,8 @@ from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.disk_files import open_regular
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model_calls import ModelCalls
-from halfserve.serve.engine.repository.loaded_version import OwnDeclaration
+from halfserve.serve.engine.repository.model_loading import OwnDeclaration
+from halfserve.serve.trials.decisions import Decisions, users_folder
 
 if TYPE_CHECKING:
     from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime
@@ -44,19 +45,21 @@ class Runtimes:
         self,
         probe: CrashProbe | None = None,
         trust: Trust = NO_TRUST,
-        trials: TrialCache | None = None,
-        ways: CudaTrials | None = None,
+        decisions: Decisions | None = None,
+        cuda: CudaTrials | None = None,
     ) -> None:
         """Make the runtimes.
 
-        `probe` loads ONNX models in another process first; None loads them without a trial. `trials` caches which precision is
-        faster on the CPU, `ways` how models are computed on CUDA devices; None measures at each load.
+        `probe` loads ONNX models in another process first; None loads them without a trial. `decisions` remembers which
+        precision is faster on the CPU, and how models are computed on CUDA devices; None measures at each load. `cuda` replaces
+        the trials on CUDA devices.
         """
+        decisions = decisions or Decisions()
         self._probe = probe
         self._trust = trust
         self._python = PythonRuntime()
         runtime = OnnxRuntime(probe, trust_custom_operators=trust.custom_operators)
-        self._onnx = OnnxModels(runtime, self._openvino_for, trials, ways)
+        self._onnx = OnnxModels(runtime, self._openvino_for, CpuTrials(decisions), cuda or CudaTrials(decisions))
         self._torch: Runtime | None = None
         self._compiled: CompiledRuntime | None = None
         self._openvino: OpenVinoRuntime | None = None
@@ -144,8 +147,6 @@ def _installed(path: Path, kind: str, remedy: str) -> Iterator[None]:
 
 
 def probing_runtimes(trust: Trust = NO_TRUST) -> Runtimes:
-    """Make all runtimes, with a crash probe that caches its verdicts in the user's cache folder."""
-    folder = default_folder()
-    trials = TrialCache(None if folder is None else folder.with_name("cpu_precision"))
-    ways = CudaTrials(WaysCache(None if folder is None else folder.with_name("cuda_ways")))
-    return Runtimes(CrashProbe(CrashVerdictCache(folder)), trust, trials, ways)
+    """Make all runtimes, with a crash probe; trials are remembered in the user's cache folder."""
+    decisions = Decisions(users_folder())
+    return Runtimes(CrashProbe(decisions), trust, decisions)

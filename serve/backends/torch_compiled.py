@@ -32,7 +32,7 @@ from halfserve.serve.backends.torch_program import WIRE
 from halfserve.serve.engine.backend import COMPILED_FOLDER, TORCH_COMPILED, DevicePlacement, ModelInterface
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.errors import BackendError, ModelLoadError
-from halfserve.serve.engine.repository.loaded_version import OwnDeclaration, declared_interface
+from halfserve.serve.engine.repository.model_loading import OwnDeclaration, declared_interface
 from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
 
 # What AOTInductor records of the machine that it compiled for.

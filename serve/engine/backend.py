@@ -12,7 +12,8 @@ import numpy as np
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.engine.requests import CallingExecution, Done, InferRequest
+from halfserve.serve.engine.requests import CallingExecution, InferRequest
+from halfserve.serve.engine.results import LaterAnswer
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 
 OPENVINO_BACKEND = "openvino"
@@ -223,28 +224,6 @@ class BackendView:
         self._backend.give_up()
 
 
-class LaterAnswer:
-    """An answer that its model gives after the batch has ended. Used on the event loop only."""
-
-    __slots__ = ("_done", "_result")
-
-    def __init__(self) -> None:
-        self._result: Tensors | InferenceError | None = None
-        self._done: Done | None = None
-
-    def give(self, result: Tensors | InferenceError) -> None:
-        """Deliver the answer. Called once."""
-        self._result = result
-        if self._done is not None:
-            self._done(result)
-
-    def then(self, done: Done) -> None:
-        """Call `done` with the answer, at once if it has been given. Called once."""
-        self._done = done
-        if self._result is not None:
-            done(self._result)
-
-
 class Reschedule:
     """Outcome in place of an answer: the model wants the request to be queued and executed once more."""
 
@@ -325,19 +304,5 @@ class Runtime(Protocol):
 
         Raises:
             ModelLoadError: a setting is invalid, the runtime refuses the model, or there is no GPU and one is required.
-        """
-        ...
-
-
-class OnnxOnOpenVino(Protocol):
-    """A runtime that computes ONNX files in a precision of the CPU."""
-
-    def load_onnx(
-        self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig, precision: CpuPrecision
-    ) -> Backend:
-        """Load one copy of an ONNX file; see `Runtime.load`. The `precision` AUTO means float32.
-
-        Raises:
-            ModelLoadError: see `Runtime.load`.
         """
         ...

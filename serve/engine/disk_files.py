@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import sys
@@ -12,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakSet
 
 from halfserve.files.onnx_outline import DamagedFileError
-from halfserve.protos.certificates import CERTIFICATE, MAX_CERTIFICATE_BYTES, certificate_inside
+from halfserve.protos.certificates import CERTIFICATE, MAX_CERTIFICATE_BYTES, SCHEMA, certificate_inside
 from halfserve.serve.engine.errors import ModelLoadError
 
 if sys.platform == "win32":
@@ -68,6 +69,36 @@ class CertificateFile:
 
     def __str__(self) -> str:
         return f"the certificate inside {self.path}" if self.is_inside else str(self.path)
+
+    def parsed(self) -> dict[str, Any]:
+        """Return the content.
+
+        Raises:
+            ModelLoadError: it is not JSON, or not of a certificate.
+        """
+        try:
+            content = json.loads(self.content)
+        except (ValueError, RecursionError):
+            raise ModelLoadError(f"{self}: cannot be read: it is no JSON; export the model again, or remove the file") from None
+        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+            raise self.not_ours()
+        return content
+
+    def not_ours(self) -> ModelLoadError:
+        """Return the error for a file of another form than halfserve writes."""
+        return ModelLoadError(f"{self}: is no certificate that halfserve wrote; remove it, or export the model again")
+
+
+def find_certificate(model: Path) -> CertificateFile | None:
+    """Read the certificate of a model, as `read_certificate` does.
+
+    Raises:
+        ModelLoadError: a file cannot be read, or the certificate is too large.
+    """
+    try:
+        return read_certificate(model)
+    except OSError as error:  # an error of the system or the disk, not of the certificate
+        raise ModelLoadError(f"{error.filename or model}: cannot be read: {error.strerror}") from None
 
 
 def read_certificate(model: Path) -> CertificateFile | None:

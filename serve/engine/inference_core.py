@@ -11,8 +11,8 @@ from typing import Final, Protocol
 from halfserve.serve.engine.backend import CPU_PROVIDERS
 from halfserve.serve.engine.caching.caching_scheduler import cache_answers
 from halfserve.serve.engine.caching.response_cache import ResponseCache
+from halfserve.serve.engine.dispatch.short_batches import LoopOccupancy
 from halfserve.serve.engine.errors import InvalidArgumentError, NotFoundError, UnavailableError
-from halfserve.serve.engine.execution.short_batches import LoopOccupancy
 from halfserve.serve.engine.hidden_steps import hide_names, hides_steps, names_hidden, without_names
 from halfserve.serve.engine.model import Model, VersionState, VersionStates, VersionStatus, in_order
 from halfserve.serve.engine.model_statistics import ServerFigures
@@ -243,8 +243,8 @@ class InferenceCore:
                 continue
             self.states.clear(name, model.version, VersionState.LOADING, VersionState.UNAVAILABLE, VersionState.UNLOADING)
             for instance in model.batcher.instances:
-                instance.on_lost_device = self.on_lost_device
-            model.batcher.occupancy = self._occupancy
+                instance.recovery.on_lost_device = self.on_lost_device
+            model.batcher.share_loop(self._occupancy)
             cache_answers(model, self.response_cache)
             take_pictures(model, self.pictures)
             if self.figures.latencies.quantiles:

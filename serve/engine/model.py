@@ -13,10 +13,12 @@ from halfserve.protos.pictures import PicturePreparation
 from halfserve.serve.engine.backend import Backend, ModelInterface
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.config.batching import queue_policy
+from halfserve.serve.engine.config.model_config import NOT_DECLARED, DeclaredConfig
 from halfserve.serve.engine.config.parameters import MEASURED, own_parameter
+from halfserve.serve.engine.config.sequence_batching import SequencePlan
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
-from halfserve.serve.engine.execution.instance import Instance, Supervision
+from halfserve.serve.engine.execution.runners import Supervision, make_instance
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
 from halfserve.serve.engine.padding.ragged import Ragged
@@ -153,15 +155,16 @@ def in_order(statuses: list[VersionStatus]) -> list[VersionStatus]:
     return sorted(statuses, key=lambda s: (s.name, int(s.version) if s.version.isdigit() else 0))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Model:
-    """A loaded model version.
+    """A model version: first loaded, then tried out, which may set `short_s` and `mixed`, then started, and served at last.
 
     Attributes:
         name: name that is unique in the server.
         version: positive integer, as on disk.
         interface: the interface that clients see.
         config: the completed configuration.
+        declared: the configuration as written, with the path of its file.
         backends: the loaded copies.
         limits: the batching policy.
         labels: class names of an output, by the output's name.
@@ -169,12 +172,15 @@ class Model:
         path: path of the model file.
         guard: checks the model's outputs; None checks nothing.
         reload: loads the copy of a number again; None if that is not possible.
-        short_s: seconds that short batches take, by their rows, as far as known; see `ShortBatches`.
+        short_s: seconds that short batches take, by their rows, as far as measured; see `ShortBatches`.
+        sequences: controls, states and slots of its sequences; None for a model without sequences.
         invariance: decides whether requests may share batches; None if there are no rows to share.
-        mixed: chooses requests of different lengths for one batch, which are padded; None keeps them apart.
+        mixed: chooses requests of different lengths for one batch, which are padded; None keeps them apart, and so does padding
+            that is not proved.
         ragged: joins requests of different shapes, if the model takes them so; None for ordinary batches.
-        batcher: runs batches on the copies.
-        scheduler: takes the requests: the batcher, or a scheduler in front of it. Set before the first request.
+        batcher: runs batches on the copies; only a started model has one.
+        scheduler: takes the requests of a started model: the batcher, or a scheduler in front of it. Set before the first
+            request.
         composition: steps and models of an ensemble, which has no backends; set like `scheduler`.
         holders: models whose requests in progress may need this one; it is not drained before they release it.
     """
@@ -183,6 +189,7 @@ class Model:
     version: int
     interface: ModelInterface
     config: ModelConfig
+    declared: DeclaredConfig = NOT_DECLARED
     backends: Sequence[Backend]
     limits: BatchLimits
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -191,6 +198,7 @@ class Model:
     guard: PrecisionGuard | None = None
     reload: Callable[[int], Backend] | None = None
     short_s: Mapping[int, float] = field(default_factory=dict)
+    sequences: SequencePlan | None = None
     invariance: BatchInvariance | None = None
     mixed: MixedLengths | None = None
     ragged: Ragged | None = None
@@ -200,8 +208,16 @@ class Model:
         self.inputs: dict[str, TensorSpec] = {spec.name: spec for spec in self.interface.inputs}
         self.outputs: dict[str, TensorSpec] = {spec.name: spec for spec in self.interface.outputs}
         self.queue_policy = queue_policy(self.config)
+        self.composition: Composition | None = None
+        self.holders: list[Holder] = []
+        self._decoupled: bool = self.config.model_transaction_policy.decoupled
+
+    def start(self) -> Model:
+        """Start the threads of the copies, and make the queue; returns itself. May be called on any thread; the model then
+        belongs to the event loop.
+        """
         supervision = Supervision(
-            label=f"{self.name}/{self.version}",
+            label=self.label,
             guard=self.guard,
             padded_sizes=self.limits.padded_rows,
             invariance=self.invariance,
@@ -211,14 +227,17 @@ class Model:
             max_compute_s=own_parameter(self.config, "halfserve.max_compute_s"),
             open_ended=self.interface.open_ended,
         )
-        instances = [Instance(backend, number, supervision) for number, backend in enumerate(self.backends)]
+        instances = [make_instance(backend, number, supervision) for number, backend in enumerate(self.backends)]
         limits, statistics = self.limits, self.statistics
         steady = self.interface.is_steady(batched=self.max_batch_size > 0)
-        self.batcher = Batcher(instances, limits, statistics, self.short_s, self.invariance, is_steady=steady, mixed=self.mixed)
+        self.batcher = Batcher(instances, limits, statistics, self.short_s, is_steady=steady, mixed=self.mixed)
         self.scheduler: Scheduler = self.batcher
-        self.composition: Composition | None = None
-        self.holders: list[Holder] = []
-        self._decoupled: bool = self.config.model_transaction_policy.decoupled
+        return self
+
+    @property
+    def label(self) -> str:
+        """The version as "name/version", for the log."""
+        return f"{self.name}/{self.version}"
 
     @property
     def max_batch_size(self) -> int:

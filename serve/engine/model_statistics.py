@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -405,23 +404,19 @@ class LatencyFigures:
     quantiles: tuple[float, ...] = ()
 
 
-class Reading(Enum):
-    """A figure of the server that the package which knows it registers: kind, name and help text of its metric.
+@dataclass(frozen=True)
+class Reading:
+    """A figure of the server, with the name, kind and help text of its metric.
 
-    It has no methods, because mypyc compiles none of an enumeration.
+    Attributes:
+        kind: "counter", whose name ends in _total, or "gauge".
+        read: returns the figure's value; called on the event loop.
     """
 
-    CONNECTIONS = "gauge", "halfserve_connections", "Open gRPC connections"
-    HTTP_CONNECTIONS = "gauge", "halfserve_http_connections", "Open HTTP connections"
-    CALLS = "gauge", "halfserve_calls", "gRPC calls in flight, streams included"
-    ACCESS_LOG_DROPPED = "counter", "halfserve_access_log_dropped_total", "Lines that the log could not take in time"
-    WORKER_RESTARTS = "counter", "halfserve_worker_restarts_total", "Servers that a supervisor has started after the first"
-    PROCESSES = "gauge", "halfserve_processes", "Server processes that serve together now"
-    FORWARDED = "counter", "halfserve_requests_forwarded_total", "Requests passed on to members that serve the model"
-    RESPONSE_CACHE_BYTES = "gauge", "halfserve_response_cache_bytes", "Answers that the response cache holds"
-    RESPONSE_CACHE_EVICTIONS = "counter", "halfserve_response_cache_evictions_total", "Answers that it dropped to make room"
-    TRACES = "counter", "halfserve_traces_total", "Requests that were traced"
-    TRACES_DROPPED = "counter", "halfserve_traces_dropped_total", "Traces that the exporter could not take in time"
+    kind: str
+    name: str
+    text: str
+    read: Callable[[], float]
 
 
 @dataclass
@@ -431,14 +426,22 @@ class ServerFigures:
     Attributes:
         latencies: selection of the latency metrics; set before there are models.
         refused: number of inference requests that reached no model's queue, by `reason_of` the error.
-        readings: functions that return the values of the registered readings.
+        readings: figures that other packages have declared, by the metric's name.
         custom_metrics: returns the metrics that models declare.
     """
 
     latencies: LatencyFigures = field(default_factory=LatencyFigures)
     refused: dict[str, int] = field(default_factory=dict)
-    readings: dict[Reading, Callable[[], float]] = field(default_factory=dict)
+    readings: dict[str, Reading] = field(default_factory=dict)
     custom_metrics: Callable[[], list[CustomMetric]] = list
+
+    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Declare a gauge of the server, by its metric's name and help text, and the function that reads it."""
+        self.readings[name] = Reading("gauge", name, text, read)
+
+    def counter(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Declare a counter of the server; see `gauge`. Its name ends in _total."""
+        self.readings[name] = Reading("counter", name, text, read)
 
     def refuse(self, error: InferenceError) -> None:
         """Record a request that was invalid, or asked for an unknown model."""

@@ -3,7 +3,7 @@
 `member` is what such a server does inside: it answers the RPCs that concern all, forwards requests, and keeps its counters.
 `agent` starts a server, watches it, reports for it and carries out the orders for it. `control` is the controller of a cluster,
 which knows the members and decides what each of them serves. `launch` starts the agents and servers: the supervisor of the
-processes of one machine, Ray, and HAProxy in front of them. No tensor passes through agent or controller.
+processes of one machine, and Ray. No tensor passes through agent or controller.
 """
 
 from __future__ import annotations

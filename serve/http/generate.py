@@ -20,7 +20,6 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
 from halfserve.serve.http import json_bodies as fields
-from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.http_options import HttpLimits, memory_of
 from halfserve.serve.http.infer_route import (
     Buffer,
@@ -35,14 +34,15 @@ from halfserve.serve.http.infer_route import (
 from halfserve.serve.http.json_tensors import json_pieces
 from halfserve.serve.http.request_body import BodyReader, RequestMemory, answered_or_gone, memory_held
 from halfserve.serve.http.responses import dump_json, http_status, json_text_response
-from halfserve.serve.http.routes import MODEL, VERSION, rpc_response
+from halfserve.serve.http.routes import rpc_response
+from halfserve.serve.http.routing.infer_operations import EVENT_STREAM, GENERATE, GENERATE_STREAM
+from halfserve.serve.http.routing.route_table import serves_versions
 from halfserve.serve.protocol.inference import InferenceEntry
 from halfserve.serve.protocol.messages import split_response
 from halfserve.serve.protocol.raw_tensors import from_raw
 from halfserve.serve.protocol.rpc import INFERENCE
 from halfserve.serve.protocol.service import Service
 
-EVENT_STREAM = "text/event-stream"
 PARAMETERS = "parameters"
 Inputs = Mapping[str, Any]  # ModelMetadataResponse.TensorMetadata by name
 
@@ -55,14 +55,7 @@ class GenerateRoute:
         self._bodies = bodies
         self._limits = limits
 
-    def routes(self) -> list[GuardedRoute]:
-        answers = {"generate": self.answer, "generate_stream": self.stream}
-        return [
-            GuardedRoute(f"{path}/{name}", answer, INFERENCE, method="POST")
-            for path in (MODEL, VERSION)
-            for name, answer in answers.items()
-        ]
-
+    @serves_versions("POST", "/generate", INFERENCE, GENERATE)
     async def answer(self, request: Request) -> Response:
         """The model's only response. Raises InferenceError: the request is invalid, refused, or failed, or the model gives
         another number of responses; ClientDisconnect: the client has disconnected; its place in the queue is free again.
@@ -76,6 +69,7 @@ class GenerateRoute:
             raise BackendError(f"the model gave {number}, and generate takes exactly one response; send it to generate_stream")
         return json_text_response(await self._written(only))
 
+    @serves_versions("POST", "/generate_stream", INFERENCE, GENERATE_STREAM)
     async def stream(self, request: Request) -> Response:
         """The model's responses as they come; its errors too, the first of which sets the status if it comes first.
 

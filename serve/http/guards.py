@@ -1,4 +1,4 @@
-"""Routes with what they require of callers, and the ASGI guards before them.
+"""The ASGI guards before the routes.
 
 The route guard finds a request's route; the browser guard refuses other sites' scripts, and the token guard requests without a
 valid token, by that route and never by the text of the path. `RouteAnswers` answers from the same route.
@@ -24,12 +24,11 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnauthenticatedError
 from halfserve.serve.http.responses import error_response, http_status
+from halfserve.serve.http.routing.error_forms import FORM
+from halfserve.serve.http.routing.route_table import GuardedRoute, RouteTable, ServedPath
 from halfserve.serve.protocol.rpc import UNKNOWN_ROUTE, Access, Role
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.gate import AccessGrant, Gate, client_name
@@ -53,92 +52,6 @@ CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters, 
 CHALLENGES = ('Bearer realm="halfserve"', 'Basic realm="halfserve", charset="UTF-8"')
 
 
-class GuardedRoute(Route):
-    """A route that declares what it requires of callers."""
-
-    def __init__(
-        self,
-        path: str,
-        endpoint: Callable[[Request], Awaitable[Response]],
-        access: Access,
-        *,
-        method: str = "GET",
-        checks_token: bool = False,
-    ) -> None:
-        """Make the route of one method.
-
-        Args:
-            path: path, with the names of parameters in braces; a parameter has no slash.
-            endpoint: coroutine function that answers.
-            access: requirements, which all routes of a path share.
-            method: HTTP method. HEAD is served where GET is.
-            checks_token: whether `endpoint` checks the token itself once the body has arrived.
-        """
-        super().__init__(path, endpoint, methods=[method])
-        self.access = access
-        self.checks_token = checks_token
-
-    @property
-    def served_methods(self) -> list[str]:
-        return sorted(self.methods or ())
-
-
-class ServedPath:
-    """The routes of one path, by method."""
-
-    def __init__(self, first: GuardedRoute) -> None:
-        """Start with one route, which says what all of them require."""
-        self.path, self.access = first.path, first.access
-        self.routes: dict[str, GuardedRoute] = {}
-        self._regex = first.path_regex
-
-    def add(self, route: GuardedRoute) -> None:
-        """Add the route of another method.
-
-        Raises:
-            ValueError: the path has one for this method, or routes that require something else.
-        """
-        if route.access != self.access:
-            raise ValueError(f"the routes of {self.path} require different things: {self.access} and {route.access}")
-        for method in route.served_methods:
-            if self.routes.setdefault(method, route) is not route:
-                raise ValueError(f"{method} {self.path} has two routes, expected one")
-
-    def parameters(self, path: str) -> dict[str, str] | None:
-        """Return the values of the parameters in a request's path; None if the path is another one."""
-        match = self._regex.fullmatch(path)
-        return None if match is None else match.groupdict()
-
-
-class RouteTable:
-    """Everything that one port serves."""
-
-    def __init__(self, routes: Iterable[GuardedRoute]) -> None:
-        """Sort the routes by path.
-
-        Raises:
-            ValueError: two routes do not go together; see `ServedPath.add`.
-        """
-        self.paths: dict[str, ServedPath] = {}
-        for route in routes:
-            if route.path not in self.paths:
-                self.paths[route.path] = ServedPath(route)
-            self.paths[route.path].add(route)
-        self._patterns = [served for served in self.paths.values() if "{" in served.path]
-        self._literal = {served.path: served for served in self.paths.values() if "{" not in served.path}
-
-    def find(self, path: str) -> tuple[ServedPath | None, dict[str, str]]:
-        """Return what is served at a request's path, and the values of its parameters. Paths without parameters come first."""
-        literal = self._literal.get(path)
-        if literal is not None:
-            return literal, {}
-        for pattern in self._patterns:
-            parameters = pattern.parameters(path)
-            if parameters is not None:
-                return pattern, parameters
-        return None, {}
-
-
 class RouteGuard:
     """Finds the route of each request, which the other guards and the answer are about; the outermost guard."""
 
@@ -155,11 +68,14 @@ class RouteGuard:
         path = scope["path"]
         control = None if path.isprintable() else CONTROL.search(path)
         if control is None:
-            scope[SERVED], scope["path_params"] = self._table.find(path)
+            served, scope["path_params"] = self._table.find(path)
+            scope[SERVED] = served
+            if served is not None:
+                scope[FORM] = served.form
             await self._app(scope, receive, send_guarded)
             return
         refusal = f"the path has the control character U+{ord(control[0]):04X}, expected none; send the path without it"
-        await error_response(400, refusal, {"connection": "close"}, path=path)(scope, receive, send_guarded)
+        await error_response(400, refusal, {"connection": "close"}, scope=scope)(scope, receive, send_guarded)
 
 
 class RouteAnswers:
@@ -218,7 +134,7 @@ class BrowserGuard:
             answering = self._shared if self._is_shared(scope) else self._app
             await answering(scope, receive, send)
         else:
-            await error_response(403, refusal, path=scope["path"])(scope, receive, send)
+            await error_response(403, refusal, scope=scope)(scope, receive, send)
 
     def _refusal(self, scope: Message, host: str, headers: dict[bytes, bytes]) -> str | None:
         if self._checks_names and not self._is_known(host):
@@ -279,7 +195,7 @@ class TokenGuard:
         except InferenceError as error:
             status, text, headers = http_status(error)
             headers["connection"] = "close"  # the body is not read
-            response = error_response(status, text, headers, path=scope["path"])
+            response = error_response(status, text, headers, scope=scope)
             for challenge in CHALLENGES if isinstance(error, UnauthenticatedError) else ():
                 response.headers.append("www-authenticate", challenge)
             await response(scope, receive, send)
@@ -293,7 +209,7 @@ class TokenGuard:
             app = self._restricted[service]
         served = served_path(scope)
         route = None if served is None else served.routes.get(scope["method"])
-        await app(scope, receive if route is not None and route.checks_token else _checked(grant, receive), send)
+        await app(scope, receive if route is not None and route.declared.checks_token else _checked(grant, receive), send)
 
 
 def _checked(grant: AccessGrant, receive: Receive) -> Receive:

@@ -1,338 +1,400 @@
-"""One HTTP/1.1 connection: uvicorn's, with limits of the time and memory that a client may take."""
+"""One HTTP/1.1 connection: h11 parses requests, and an ASGI application answers them within limits of time and memory."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from http import HTTPStatus
 from typing import Any, cast
 
 import h11
-from uvicorn.config import Config
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
 
-from halfserve.serve.engine.errors import UnavailableError
-from halfserve.serve.http.error_forms import in_form
-from halfserve.serve.http.http_options import MOMENT_S, HttpLimits, memory_of
-from halfserve.serve.http.responses import JSON_TYPE, dump_json, http_status
-from halfserve.serve.http.unread_answer import LARGE_BYTES, PieceTransport, TimeLimit, UnreadAnswer
+from halfserve.serve.http.answer_writer import LARGE_BYTES, AnswerWriter, TimeLimit
+from halfserve.serve.http.guards import App, peer_of
+from halfserve.serve.http.http_options import HttpLimits, memory_of
+from halfserve.serve.http.request_parser import CLIENT_GONE, RequestParser, described
+from halfserve.serve.http.responses import dump_json, http_status
+from halfserve.serve.http.routing.error_forms import in_form
+from halfserve.serve.security.client_limits import network_of
 from halfserve.serve.security.memory_budget import MemoryBudget
 from halfserve.serve.transports.read_scheduler import SMALL_BYTES, ReadScheduler
-from halfserve.serve.transports.task_turns import task_turns
+from halfserve.serve.transports.task_turns import TaskTurns
+
+logger = logging.getLogger(__name__)
 
 # h11 takes 10 us and more for each event, and 256 KiB read at once may be 43,000 chunks of a byte. Chunks of 4 KiB
 # and more, as ordinary clients send them, all fit into one turn.
 EVENTS = 64
 TASK_BYTES = SMALL_BYTES + 1  # what input counts at least: it may begin a request, whose task costs more than a large read
-LENGTHS = {b"content-length", b"transfer-encoding"}
+BODY_BYTES = 65_536  # of a body that waits for the application; reading pauses above
 NOT_HTTP = "the request is not HTTP/1.1 as this server reads it; check its line, headers and lengths"
-CUT_OFF = UnavailableError("the server ended before it could answer; send the request again, to another server or later")
+REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
+ERROR_HEAD = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
 
 
-class HttpConnection(H11Protocol):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PortState:
+    """What the connections of one port share.
+
+    Attributes:
+        app: ASGI application that answers.
+        received: buffer to receive into; its bytes are consumed before the next socket is read.
+        left: called with a connection that is lost.
+        headers: headers of every answer.
+        connections: open connections.
+        tasks: tasks of the requests in flight.
+    """
+
+    app: App
+    limits: HttpLimits
+    budget: MemoryBudget
+    scheduler: ReadScheduler
+    turns: TaskTurns
+    received: memoryview
+    left: Callable[[asyncio.BaseProtocol], None]
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    connections: set[HttpConnection] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class HttpConnection(asyncio.BufferedProtocol):
     """Closes on clients that send nothing, that send headers too slowly, or that never read their answer.
+
+    An asyncio.Protocol would receive up to 256 KiB before it can refuse them: 225 MiB from 900 connections.
 
     If a client is refused while it sends a body, only this side is closed, and the rest of the body is dropped for `stall_s`: a
     closed socket would answer it with a reset, and many clients ignore the answer then.
     """
 
-    conn: EventTurns
-    flow: HeldFlow
-    pieces: PieceTransport
-    unread: UnreadAnswer
+    writer: AnswerWriter
+    _transport: asyncio.Transport
 
-    def __init__(
-        self, config: Config, state: ServerState, limits: HttpLimits, budget: MemoryBudget, scheduler: ReadScheduler
-    ) -> None:
-        super().__init__(config, state, {})
-        self._scheduler = scheduler
-        self.conn = EventTurns(h11.SERVER, limits.max_header_bytes)
-        self._limits = limits
-        self._waits = False  # whether it waits for its turn to read
-        self._has_answered = False  # while an answer ends: the next request, if it has come, takes a turn of its own
-        self._overdue = TimeLimit(self.loop)  # until the headers of a request are complete
-        self._share = budget.share(is_known=True, press=self._press)
-        self._leaving: asyncio.TimerHandle | None = None  # the client's end
+    def __init__(self, port: PortState) -> None:
+        self.port = port
+        self._limits = port.limits
+        self._loop = asyncio.get_running_loop()
+        self._parser = RequestParser(h11.SERVER, port.limits.max_header_bytes)
+        self._exchange: Exchange | None = None  # the request in flight
+        self._is_full = False  # reading pauses until the application takes the body, or has answered
+        self._waits = False  # reading pauses until received bytes have had their turn
+        self._is_paused = False  # whether reading is paused
         self._drops = False  # whether further input is dropped
+        self._header_limit = TimeLimit(self._loop)  # until the headers of a request are complete
+        self._idle_limit = TimeLimit(self._loop)  # between two requests, or until an answered request is complete
+        self._leave_limit: asyncio.TimerHandle | None = None  # until the client's end, which `leave` awaits
+        self._share = port.budget.share(is_known=True, press=self._press)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.pieces = PieceTransport(
-            cast("asyncio.Transport", transport), task_turns(), self.pause_writing, self.resume_writing
-        )
-        super().connection_made(self.pieces)
-        self.flow = HeldFlow(self.transport)
-        self.unread = UnreadAnswer(self.transport, self.loop, self._limits, self._share, self._count)
-        self._await_headers()
+        self._transport = cast("asyncio.Transport", transport)
+        self.writer = AnswerWriter(self._transport, self._limits, self._share, self.port.turns, self._count)
+        self.port.connections.add(self)
+        self._header_limit.start(self._limits.header_s, self._transport.abort)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  (the signature is asyncio's)
         self._share.close()
-        self._overdue.cancel()
-        self.unread.close()
-        self.pieces.drop()
-        if self._leaving is not None:
-            self._leaving.cancel()
-        if self.cycle is not None:
-            self.cycle.transport = self.transport  # instead of what leads back here
-        super().connection_lost(exc)
+        self._header_limit.cancel()
+        self._idle_limit.cancel()
+        if self._leave_limit is not None:
+            self._leave_limit.cancel()
+        self._end_exchange()
+        self.writer.lose()
+        self.port.connections.discard(self)
+        self.port.left(self)
 
-    @property
-    def window_bytes(self) -> int:
-        """Bytes to read at once, such that time suffices, and memory if all connections bring as many."""
-        return self._scheduler.receive_bytes(self, self._share.window_bytes)
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002  (the signature is asyncio's)
+        """Return room for as many bytes as time allows, and memory if all connections receive as many at once."""
+        return self.port.received[: self.port.scheduler.receive_bytes(self, self._share.window_bytes)]
 
-    def data_received(self, data: bytes | memoryview) -> None:
-        """Parse bytes, now or in a later turn, unless they belong to a refused body."""
+    def buffer_updated(self, nbytes: int) -> None:
+        """Parse received bytes, now or in a later turn, unless they belong to a refused body."""
         if self._drops:
             return
-        if self._scheduler.must_wait(self, max(len(data), TASK_BYTES)):
-            self.conn.receive_data(data)  # type: ignore[arg-type]  # (h11 takes both)
+        must_wait = self.port.scheduler.must_wait(self, max(nbytes, TASK_BYTES))
+        self._parser.receive_data(self.port.received[:nbytes])  # type: ignore[arg-type]  # (h11 appends any buffer)
+        self._idle_limit.cancel()
+        if must_wait:
             self._wait_for_turn()
         else:
-            super().data_received(data)  # type: ignore[arg-type]  # (uvicorn hands them to h11)
+            self._parse()
         self._count()
 
-    def handle_events(self) -> None:
-        """Handle events, and start or stop the time limits of incomplete headers and of an answered, incomplete request."""
-        if self._has_answered and self.conn.buffered_bytes:
-            self._wait_for_turn()
-            return
-        self.conn.begin_turn()
-        super().handle_events()
-        if self.conn.has_more:
-            self._wait_for_turn()
-        if self.cycle is not None and self.cycle.transport is self.transport:
-            self.cycle.transport = cast("asyncio.Transport", _Answering(self))
-        begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
-        if not begun:
-            self._overdue.cancel()
-        elif not self._overdue.is_running:
-            self._await_headers()
-        if not begun and self._is_answered() and self.timeout_keep_alive_task is None:
-            # uvicorn starts this timer only with an answer, and more of the request may follow the answer.
-            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-
-    def read_on(self) -> None:
-        """Handle the received bytes that waited for their turn."""
-        self._waits = False
-        if self.transport.is_closing():
-            return
-        if not self._drops:
-            self.handle_events()
-            self._count()
-        if not (self._waits or self.transport.is_closing()):
-            self.flow.release()
-
-    def _wait_for_turn(self) -> None:
-        if not (self._waits or self.transport.is_closing()):
-            self._waits = True
-            self.flow.hold()
-            self._scheduler.wait(self)
-
-    def on_response_complete(self) -> None:
-        """Start the time limit of reading the answer."""
-        self._has_answered = True
-        super().on_response_complete()
-        self._has_answered = False
-        self.unread.expect_reading()
+    def eof_received(self) -> None:
+        self.writer.flush()  # the transport closes
 
     def pause_writing(self) -> None:
-        """Start the time limit of reading what is written so far: an answer may be written in pieces."""
-        super().pause_writing()
-        self.unread.expect_reading()
+        self.writer.pause()
 
     def resume_writing(self) -> None:
-        if self.pieces.go_on():
-            return
-        super().resume_writing()
-        self.unread.let_go()
-        self._count()
-        if not self._is_answered():
-            self.unread.stop_waiting()
+        self.writer.resume()
 
-    def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection, after a moment to read what has arrived."""
-        self.timeout_keep_alive_task = self.loop.call_later(MOMENT_S, super().timeout_keep_alive_handler)
+    def read_on(self) -> None:
+        """Parse the received bytes that waited for their turn."""
+        self._waits = False
+        if self.writer.is_closing:
+            return
+        if not self._drops:
+            self._parse()
+            self._count()
+        self._pause_or_resume()
+
+    def take_body(self) -> None:
+        """Receive more of the body, because the application waits for it."""
+        self._is_full = False
+        self._pause_or_resume()
+
+    def send(self, event: h11.Event) -> None:
+        """Write a part of an answer."""
+        self.writer.write(self._parser.send(event) or b"")
+
+    def complete(self, *, keep_alive: bool) -> None:
+        """Await the next request after an answer, or close."""
+        self._exchange = None
+        if self._parser.our_state is h11.MUST_CLOSE or not keep_alive:
+            self.leave()
+        elif not self.writer.is_closing:
+            self._idle_limit.start(self._limits.keep_alive_s, self.writer.close)
+            if self._parser.our_state is h11.DONE and self._parser.their_state is h11.DONE:
+                self._parser.start_next_cycle()
+                if self._parser.buffered_bytes:  # the next request takes a turn of its own
+                    self._wait_for_turn()
+            self.take_body()
+        self.writer.complete()
+
+    def fail(self, error: Exception) -> bool:
+        """End the request in flight: answer it with an error, or break off its answer if that has begun.
+
+        Returns whether there was one. What its application still sends is dropped.
+        """
+        exchange = self._exchange
+        if exchange is None:
+            return False
+        if exchange.answer is AnswerState.AWAITED:
+            status, text, _ = http_status(error)
+            self._write_error(*in_form(exchange.scope, status, text, error))
+        self._end_exchange()
+        self.leave()
+        return True
+
+    def shut_down(self) -> None:
+        """Close, now or with the answer to the request in flight."""
+        if self._exchange is None:
+            self.writer.close()
+        else:
+            self._exchange.keep_alive = False
 
     def leave(self) -> None:
         """Close; if the client is still sending, close only this side and drop the rest."""
-        if self.conn.their_state is not h11.SEND_BODY:
-            self.transport.close()
-            return
-        if self._leaving is None:
+        if self._parser.their_state is not h11.SEND_BODY:
+            self.writer.close()
+        elif self._leave_limit is None:
             self._drops = True
-            self._leaving = self.loop.call_later(self._limits.stall_s, self.transport.close)
-            if self.transport.can_write_eof():
-                self.transport.write_eof()
+            self._leave_limit = self._loop.call_later(self._limits.stall_s, self.writer.close)
+            self.writer.write_eof()
+            self.take_body()
 
-    def tell_when_read(self) -> None:
-        """Make `flow.drain` wait until the client has read everything, or has disconnected."""
-        self.transport.set_write_buffer_limits(0)
+    def _parse(self) -> None:
+        """Handle some of h11's events: a body in a million chunks of a byte must not block other requests."""
+        for _ in range(EVENTS):
+            try:
+                event = self._parser.next_event()
+            except h11.RemoteProtocolError:
+                self._refuse()
+                break
+            if event is h11.NEED_DATA:
+                break
+            if event is h11.PAUSED:  # the next request has come before the answer to this one
+                self._is_full = True
+                break
+            if isinstance(event, h11.Request):
+                self._begin(event)
+            else:
+                self._add(event)
+        else:
+            self._wait_for_turn()
+        self._pause_or_resume()
+        self._limit_time()
 
-    def send_400_response(self, msg: str) -> None:  # noqa: ARG002  (uvicorn hands its own text over)
-        """Answer invalid HTTP with a JSON error, unless it follows a request that is still being answered."""
-        if self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete):
-            self._drops, self.cycle.keep_alive = True, False
+    def _add(self, event: object) -> None:
+        """Take a part or the end of a request's body."""
+        exchange = self._exchange
+        if exchange is None:  # the rest of a request that is answered
+            if isinstance(event, h11.EndOfMessage) and self._parser.our_state is h11.DONE:
+                self._parser.start_next_cycle()
+        elif isinstance(event, h11.Data):
+            self._is_full |= exchange.add_body(event.data)
+        else:
+            exchange.end_body()
+
+    def _limit_time(self) -> None:
+        """Start or stop the time limits of incomplete headers and of an answered, incomplete request."""
+        if self._parser.their_state is h11.IDLE and self._parser.buffered_bytes:
+            if not self._header_limit.is_running:
+                self._header_limit.start(self._limits.header_s, self._transport.abort)
             return
-        if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
-            self._write_error(400, {"error": NOT_HTTP})
+        self._header_limit.cancel()
+        if self._exchange is None and not (self._idle_limit.is_running or self.writer.is_closing):
+            self._idle_limit.start(self._limits.keep_alive_s, self.writer.close)
+
+    def _begin(self, request: h11.Request) -> None:
+        """Start the task that answers a request."""
+        scope = described(request, self._transport)
+        self._idle_limit.cancel()
+        self._exchange = Exchange(self, scope, awaits_continue=self._parser.they_are_waiting_for_100_continue)
+        task = self._loop.create_task(self._exchange.run())
+        self.port.tasks.add(task)
+        task.add_done_callback(self.port.tasks.discard)
+
+    def _refuse(self) -> None:
+        """Answer invalid HTTP with a JSON error, unless it follows a request that is still being answered."""
         self._drops = True
-        self.transport.close()
-
-    def cut_off(self) -> bool:
-        """End the request in flight: answer it with an error, or break off its answer if that has begun.
-
-        Returns whether there was one. Its application has to be cancelled; what it still sends is dropped.
-        """
-        cycle = self.cycle
-        if cycle is None or cycle.disconnected or cycle.response_complete:
-            return False
-        if not cycle.response_started:
-            status, text, _ = http_status(CUT_OFF)
-            self._write_error(*in_form(cycle.scope["path"], status, text, CUT_OFF))
-        cycle.disconnected = True
-        self.leave()
-        return True
+        if self._exchange is not None and not self._exchange.more_body:
+            self._exchange.keep_alive = False
+            return
+        if self._parser.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+            self._write_error(400, {"error": NOT_HTTP})
+        self._end_exchange()
+        self.writer.close()
 
     def _write_error(self, status: int, content: dict[str, Any]) -> None:
         """Write a whole response of JSON, after which the connection has to be closed."""
         body = dump_json(content).encode()
-        headers: list[Any] = [
-            (b"content-type", JSON_TYPE.encode()),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        is_head = self.cycle is not None and self.cycle.scope["method"] == "HEAD"
-        response = h11.Response(status_code=status, headers=headers)
-        for event in (response, h11.Data(data=b"" if is_head else body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
+        head = ERROR_HEAD % (status, REASONS[status], len(body))
+        has_body = self._exchange is None or self._exchange.scope["method"] != "HEAD"
+        self.writer.write(head + body if has_body else head)
 
-    def _is_answered(self) -> bool:
-        return self.cycle is not None and self.cycle.response_complete and not self.transport.is_closing()
+    def _end_exchange(self) -> None:
+        if self._exchange is not None:
+            self._exchange.end()
+            self._exchange = None
 
-    def _await_headers(self) -> None:
-        self._overdue.start(self._limits.header_s, self.transport.abort)
+    def _wait_for_turn(self) -> None:
+        if not (self._waits or self.writer.is_closing):
+            self._waits = True
+            self._pause_or_resume()
+            self.port.scheduler.wait(self)
+
+    def _pause_or_resume(self) -> None:
+        pauses = self._is_full or self._waits
+        if pauses is not self._is_paused and not self.writer.is_closing:
+            self._is_paused = pauses
+            if pauses:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
 
     def _press(self) -> None:
         """Free memory: abort a client that has sent much ahead, or that reads too slowly."""
-        if self._share.excess and self.conn.buffered_bytes > LARGE_BYTES:
+        if self._share.excess and self._parser.buffered_bytes > LARGE_BYTES:
             self._share.close()
-            self.transport.abort()
+            self._transport.abort()
         else:
-            self.unread.press()
+            self.writer.press()
 
     def _count(self) -> None:
         """Count what the client has sent ahead and has not read, if it is much."""
-        ahead = self.conn.buffered_bytes
-        unread = self.unread.size if self.flow.write_paused else 0
-        self._share.resize(memory_of((ahead if ahead > LARGE_BYTES else 0) + unread))
+        ahead = self._parser.buffered_bytes
+        self._share.resize(memory_of((ahead if ahead > LARGE_BYTES else 0) + self.writer.held_bytes))
 
 
-class SocketReader(asyncio.BufferedProtocol):
-    """Reads a connection's socket in pieces that fit into the memory budget.
+class AnswerState(Enum):
+    """What an application has sent of its answer."""
 
-    An asyncio.Protocol receives up to 256 KiB at once, before it can refuse them: 225 MiB from 900 connections.
+    AWAITED = auto()
+    BEGUN = auto()
+    OVER = auto()  # complete, or no longer wanted: what is still sent is dropped
+
+
+class Exchange:
+    """One request and its answer, as the ASGI application receives and sends them.
+
+    Attributes:
+        scope: ASGI's description of the request.
+        answer: how far the answer is.
+        keep_alive: whether another request may follow on the connection.
+        more_body: whether the rest of the request's body is still to come.
     """
 
-    def __init__(self, connection: HttpConnection, received: memoryview, left: Callable[[asyncio.BaseProtocol], None]) -> None:
-        """Give received bytes to `connection`, and call `left` when it is lost.
-
-        All readers share the buffer `received`: its bytes are consumed before the next socket is read.
-        """
-        self._connection, self._received, self._left = connection, received, left
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._connection.connection_made(transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._connection.connection_lost(exc)
-        self._left(self)
-
-    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002  (the signature is asyncio's)
-        return self._received[: self._connection.window_bytes]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._connection.data_received(self._received[:nbytes])
-
-    def eof_received(self) -> None:
-        self._connection.pieces.write_all()  # the transport closes
-        self._connection.eof_received()
-
-    def pause_writing(self) -> None:
-        self._connection.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._connection.resume_writing()
-
-
-class _Answering:
-    """Replaces uvicorn's transport while it answers a request, whose body may be incomplete."""
-
-    def __init__(self, connection: HttpConnection) -> None:
+    def __init__(self, connection: HttpConnection, scope: dict[str, Any], *, awaits_continue: bool) -> None:
+        self.scope = scope
+        self.answer = AnswerState.AWAITED
+        self.keep_alive = self.more_body = True
         self._connection = connection
-        self.write = connection.unread.write
-        self.is_closing = connection.transport.is_closing
+        self._awaits_continue = awaits_continue
+        self._body = bytearray()  # what the application has not received
+        self._news = asyncio.Event()  # set when the application can receive something
 
-    def close(self) -> None:
-        self._connection.leave()
+    def add_body(self, data: bytes | bytearray) -> bool:
+        """Keep a part of the body for the application; returns whether it has enough for now."""
+        self._body += data
+        self._news.set()
+        return len(self._body) > BODY_BYTES
 
+    def end_body(self) -> None:
+        self.more_body = False
+        self._news.set()
 
-class EventTurns(h11.Connection):
-    """Returns a limited number of events per turn of the event loop, and refuses a request with two lengths.
+    def end(self) -> None:
+        """Tell the application that the client is gone, and drop what it still sends."""
+        self.answer = AnswerState.OVER
+        self._news.set()
+        self.scope[CLIENT_GONE].set_result(None)
 
-    So a body in a million chunks of a byte does not block other requests.
-    """
+    async def run(self) -> None:
+        """Run the application, and answer with an error if it does not answer."""
+        port = self._connection.port
+        try:
+            with contextlib.suppress(asyncio.CancelledError):  # by the server's end, which has answered
+                steps = port.app(self.scope, self.receive, self.send)
+                await port.turns.run(cast("Any", steps), lambda: network_of(peer_of(self.scope)))
+            if self.answer is AnswerState.OVER:
+                return
+            failure: Exception = RuntimeError("the application ended before its answer was complete")
+        except Exception as error:  # noqa: BLE001  (it is the application's)
+            failure = error
+        logger.error("an HTTP request failed unexpectedly: %s", self.scope["path"], exc_info=failure)
+        if self.answer is not AnswerState.OVER:
+            self._connection.fail(failure)
 
-    has_more = False  # there may be more events, in the next turn
-    _left = EVENTS
+    async def receive(self) -> dict[str, Any]:
+        """ASGI's `receive`: the next part of the body, or that the client is gone."""
+        if self.answer is not AnswerState.OVER:
+            if self._awaits_continue:
+                self._awaits_continue = False
+                self._connection.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
+            self._connection.take_body()
+            await self._news.wait()
+            self._news.clear()
+        if self.answer is AnswerState.OVER:
+            return {"type": "http.disconnect"}
+        body, self._body = bytes(self._body), bytearray()
+        if not self.more_body:
+            self._connection.take_body()  # to notice when the client goes
+        return {"type": "http.request", "body": body, "more_body": self.more_body}
 
-    @property
-    def buffered_bytes(self) -> int:
-        """Received bytes that wait for their turn, or for the answer to an earlier request."""
-        return len(self._receive_buffer)
-
-    def begin_turn(self) -> None:
-        self.has_more, self._left = False, EVENTS
-
-    def next_event(self) -> h11.Event | type[h11.NEED_DATA | h11.PAUSED]:
-        """The next event, as in h11.
-
-        Raises:
-            h11.RemoteProtocolError: invalid HTTP/1.1, or both Content-Length and Transfer-Encoding, which allow request
-                smuggling through a proxy (RFC 9112, 6.3).
-        """
-        if not self._left:
-            self.has_more = True
-            return h11.NEED_DATA
-        self._left -= 1
-        event = super().next_event()
-        if isinstance(event, h11.Request) and {name for name, _ in event.headers} >= LENGTHS:
-            raise h11.RemoteProtocolError("Content-Length beside Transfer-Encoding")
-        return event
-
-
-class HeldFlow(FlowControl):
-    """Stops reading while received bytes wait for their turn."""
-
-    _is_full = _is_held = False
-
-    def pause_reading(self) -> None:
-        """Called by uvicorn when its buffer is full."""
-        self._is_full = True
-        super().pause_reading()
-
-    def resume_reading(self) -> None:
-        """Called by uvicorn when its buffer has room."""
-        self._is_full = False
-        if not self._is_held:
-            super().resume_reading()
-
-    def hold(self) -> None:
-        self._is_held = True
-        super().pause_reading()
-
-    def release(self) -> None:
-        """Continue reading, unless uvicorn's buffer is full."""
-        self._is_held = False
-        if not self._is_full:
-            super().resume_reading()
+    async def send(self, message: Any) -> None:
+        """ASGI's `send`. Raises RuntimeError: the message is not the one that must follow."""
+        connection = self._connection
+        if self.answer is not AnswerState.OVER and connection.writer.is_paused:
+            await connection.writer.drain()
+        if self.answer is AnswerState.OVER:
+            return
+        expected = "http.response.start" if self.answer is AnswerState.AWAITED else "http.response.body"
+        if message["type"] != expected:
+            raise RuntimeError(f"the application sent {message['type']!r}, expected {expected!r}")
+        if self.answer is AnswerState.AWAITED:
+            status, headers = message["status"], [*connection.port.headers, *message.get("headers", ())]
+            connection.send(h11.Response(status_code=status, headers=headers, reason=REASONS.get(status, b"")))
+            self._awaits_continue = False
+            self.answer = AnswerState.BEGUN
+            return
+        body = message.get("body", b"")
+        if body and self.scope["method"] != "HEAD":
+            connection.send(h11.Data(data=body))
+        if not message.get("more_body", False):
+            connection.send(h11.EndOfMessage())
+            self.end()
+            connection.complete(keep_alive=self.keep_alive)

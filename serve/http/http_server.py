@@ -1,8 +1,4 @@
-"""One listening port that serves an ASGI application with uvicorn's protocol, on the running event loop.
-
-uvicorn's own Server is not used: it handles the process's signals, polls ten times a second whether it should end, and exits
-the process if it cannot listen.
-"""
+"""One listening port that serves an ASGI application on the running event loop."""
 
 from __future__ import annotations
 
@@ -13,15 +9,11 @@ import socket
 import ssl
 from collections.abc import Sequence
 from email.utils import formatdate
-from typing import Any
 
-from uvicorn.config import Config
-from uvicorn.server import ServerState
-
-from halfserve.serve.http.guards import peer_of
-from halfserve.serve.http.http_connection import HttpConnection, SocketReader
+from halfserve.serve.engine.errors import UnavailableError
+from halfserve.serve.http.guards import App
+from halfserve.serve.http.http_connection import HttpConnection, PortState
 from halfserve.serve.http.http_options import HttpLimits
-from halfserve.serve.security.client_limits import network_of
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from halfserve.serve.transports.listener import ConnectionLimit, Listener
 from halfserve.serve.transports.listening import Address, listen
@@ -36,6 +28,7 @@ REFUSAL = (
     b"content-length: %d\r\n\r\n%b" % (len(REFUSED), REFUSED)
 )
 NOTICE_S = 1.0  # for connections in use to get their next answer
+CUT_OFF = UnavailableError("the server ended before it could answer; send the request again, to another server or later")
 CLOSE = (b"connection", b"close")
 RECEIVE_BYTES = 2**18  # read from a socket at a time, at most
 
@@ -45,7 +38,7 @@ class HttpServer:
 
     def __init__(
         self,
-        app: Any,
+        app: App,
         host: str,
         port: int,
         *,
@@ -72,27 +65,15 @@ class HttpServer:
         self._listening, self._shared = listening, connections
         self._tls = tls
         self._host, self._port, self._option, self._limits = host, port, option, limits
-
-        async def until_cut_off(scope: Any, receive: Any, send: Any) -> None:
-            with contextlib.suppress(asyncio.CancelledError):  # `stop` has said so
-                await turns.run(app(scope, receive, send), lambda: network_of(peer_of(scope)))
-
-        self._config = Config(
-            until_cut_off,
-            http=HttpConnection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level=logging.ERROR,  # invalid HTTP is answered and not logged: any client could fill the log with it
-            access_log=False,
-            proxy_headers=False,
-            timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]  # (it is handed to call_later, which takes both)
-            h11_max_incomplete_event_size=limits.max_header_bytes,
+        self._state = PortState(
+            app=app,
+            limits=limits,
+            budget=budget or MemoryBudget(DEFAULT_BYTES),
+            scheduler=read_scheduler(),
+            turns=task_turns(),
+            received=memoryview(bytearray(RECEIVE_BYTES)),
+            left=self._left,
         )
-        self._budget = budget or MemoryBudget(DEFAULT_BYTES)
-        self._received = memoryview(bytearray(RECEIVE_BYTES))
-        self._scheduler, turns = read_scheduler(), task_turns()
-        self._state = ServerState()
         self._listener: Listener | None = None  # once it listens
         self._clock: asyncio.TimerHandle | None = None
         self._is_leaving = False
@@ -104,10 +85,9 @@ class HttpServer:
 
     async def start(self) -> int:
         """Listen, and return the port. Raises BindError: the address is in use, not this machine's, or not allowed."""
-        self._config.load()
         bound = self._listening or listen(Address(self._host, self._port, self._option))
         self._listener = Listener(
-            self._connection,
+            lambda: HttpConnection(self._state),
             most=self._limits.max_connections,
             shared=self._shared,
             refusal=REFUSAL,
@@ -117,10 +97,6 @@ class HttpServer:
         self._listener.begin(bound)
         self._tell_time()
         return self._listener.port
-
-    def _connection(self) -> SocketReader:
-        connection = HttpConnection(self._config, self._state, self._limits, self._budget, self._scheduler)
-        return SocketReader(connection, self._received, self._left)
 
     def _left(self, connection: asyncio.BaseProtocol) -> None:
         if self._listener is not None:
@@ -134,7 +110,7 @@ class HttpServer:
         if self._listener is not None:
             self._listener.close()
         self._is_leaving = True
-        self._state.default_headers.append(CLOSE)
+        self._state.headers.append(CLOSE)
         if self._state.connections:
             await asyncio.sleep(NOTICE_S)
 
@@ -150,12 +126,12 @@ class HttpServer:
         self._listener.close()
         if self._clock is not None:
             self._clock.cancel()
-        for connection in list(self._state.connections):
-            connection.shutdown()
+        for connection in self._open():
+            connection.shut_down()
         if self._state.tasks:
             await asyncio.wait(set(self._state.tasks), timeout=grace_s)
         left = set(self._state.tasks)
-        if left and (cut := sum([connection.cut_off() for connection in self._open()])):
+        if left and (cut := sum([connection.fail(CUT_OFF) for connection in self._open()])):
             logger.warning("HTTP requests that were not answered before the server ended: %d", cut)
         for task in left:
             task.cancel()
@@ -164,19 +140,18 @@ class HttpServer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._leave_by_s):
                 for connection in self._open():
-                    connection.tell_when_read()
+                    connection.writer.wait_for_all()
                 for connection in self._open():
-                    await connection.flow.drain()
+                    await connection.writer.drain()
         self._listener.abort()
         for connection in self._open():
-            connection.transport.close()
+            connection.writer.close()
 
     def _open(self) -> list[HttpConnection]:
-        return [one for one in self._state.connections if isinstance(one, HttpConnection) and one.transport is not None]
+        return list(self._state.connections)
 
     def _tell_time(self) -> None:
         """The Date header, written once a second rather than once an answer."""
         date = (b"date", formatdate(usegmt=True).encode())
-        # In place: answers in progress hold the same list.
-        self._state.default_headers[:] = [date, CLOSE] if self._is_leaving else [date]
+        self._state.headers[:] = [date, CLOSE] if self._is_leaving else [date]
         self._clock = asyncio.get_running_loop().call_later(1.0, self._tell_time)

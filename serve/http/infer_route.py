@@ -24,7 +24,7 @@ from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, 
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.http import json_bodies as fields
-from halfserve.serve.http.guards import GRANT, GuardedRoute, client_of, peer_of
+from halfserve.serve.http.guards import GRANT, client_of, peer_of
 from halfserve.serve.http.http_options import HttpLimits
 from halfserve.serve.http.json_bodies import Fields
 from halfserve.serve.http.json_tensors import array_from_json, json_pieces
@@ -36,8 +36,10 @@ from halfserve.serve.http.request_body import (
     compressed,
     header_length,
 )
-from halfserve.serve.http.responses import JSON_TYPE, dump_json, dump_up_to
-from halfserve.serve.http.routes import MODEL, VERSION
+from halfserve.serve.http.responses import dump_json, dump_up_to
+from halfserve.serve.http.routing.infer_operations import INFER
+from halfserve.serve.http.routing.operations import JSON_TYPE
+from halfserve.serve.http.routing.route_table import serves_versions
 from halfserve.serve.protocol.inference import Inference, InferenceEntry
 from halfserve.serve.protocol.large_bytes import join_unlocked
 from halfserve.serve.protocol.messages import split_response
@@ -61,12 +63,8 @@ class InferRoute:
         self._bodies = bodies
         self._limits = limits
 
-    def routes(self) -> list[GuardedRoute]:
-        # The token is checked again when the request is queued.
-        return [
-            GuardedRoute(f"{path}/infer", self.answer, INFERENCE, method="POST", checks_token=True) for path in (MODEL, VERSION)
-        ]
-
+    # The token is checked again when the request is queued.
+    @serves_versions("POST", "/infer", INFERENCE, INFER, checks_token=True)
     async def answer(self, request: Request) -> Response:
         """Infer.
 

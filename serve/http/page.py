@@ -22,9 +22,9 @@ from halfserve.serve.engine.errors import InvalidArgumentError, NotFoundError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionStatus
 from halfserve.serve.engine.tensors import TensorSpec
-from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.model_history import INTERVAL_S, SAMPLES, ModelHistory, ModelSample
 from halfserve.serve.http.responses import dump_list, dump_up_to, json_response, json_text_response
+from halfserve.serve.http.routing.route_table import serves
 from halfserve.serve.http.tasks.tokenized_models import task_of
 from halfserve.serve.protocol.rpc import DESCRIPTION, STATISTICS
 
@@ -63,14 +63,6 @@ class Page:
         """The page of some of the models, for a restricted token."""
         return Page(core, self)
 
-    def routes(self) -> list[GuardedRoute]:
-        return [
-            GuardedRoute("/", self.index, DESCRIPTION),
-            GuardedRoute("/ui/state", self.state, STATISTICS),
-            GuardedRoute("/ui/certificates/{model}/{version}", self.certificate, STATISTICS),
-            GuardedRoute("/ui/{file}", self.file, STATISTICS),
-        ]
-
     def start(self) -> None:
         """Start to record the history; on the event loop."""
         self._history.start()
@@ -78,15 +70,18 @@ class Page:
     def stop(self) -> None:
         self._history.stop()
 
+    @serves("GET", "/", DESCRIPTION)
     async def index(self, _: Request) -> Response:
         return _file("index.html")
 
+    @serves("GET", "/ui/{file}", STATISTICS)
     async def file(self, request: Request) -> Response:
         name = request.path_params["file"]
         if name not in STATIC_FILES:
             raise NotFoundError(f"the page has no file {name[:60]!r}")
         return _file(name)
 
+    @serves("GET", "/ui/state", STATISTICS)
     async def state(self, request: Request) -> Response:
         """The state as JSON; ?since=<seconds since the epoch> leaves out older samples."""
         since = request.query_params.get("since", "0")
@@ -96,6 +91,7 @@ class Page:
             raise InvalidArgumentError(f"since is {since[:40]!r}, expected seconds since the epoch") from None
         return json_text_response(await self._state.read(since_s))
 
+    @serves("GET", "/ui/certificates/{model}/{version}", STATISTICS)
     async def certificate(self, request: Request) -> Response:
         model = self._core.model(request.path_params["model"], request.path_params["version"])
         return json_response(await self._certificates.full(model))
@@ -160,7 +156,7 @@ def _model(model: Model) -> dict[str, Any]:
         "max_batch_size": model.max_batch_size,
         "steps": [] if model.composition is None else list(model.composition.parts),
         "copies": [
-            {"up": one.is_up, "restarts": one.restarts, "fault": one.fault, "most_rows": one.memory.rows}
+            {"up": one.is_up, "restarts": one.restarts, "fault": one.fault, "most_rows": one.most_rows}
             for one in model.batcher.instances
         ],
         "inputs": [_tensor(spec) for spec in model.interface.inputs],

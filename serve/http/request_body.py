@@ -20,6 +20,7 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.engine.execution.output_backlog import LARGE_BYTES
 from halfserve.serve.http.http_options import MOMENT_S, HttpLimits, memory_of
+from halfserve.serve.http.request_parser import CLIENT_GONE
 from halfserve.serve.protocol.large_bytes import join_unlocked
 from halfserve.serve.protocol.messages import WINDOW_BITS, inflate
 from halfserve.serve.security.memory_budget import MemoryBudget
@@ -176,29 +177,19 @@ def memory_held(request: Request) -> RequestMemory:
     return memory
 
 
-async def client_gone(request: Request) -> None:
-    """Wait until the client has closed the connection; to be called after the body is received."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 async def answered_or_gone(request: Request, answered: asyncio.Future[Any], cancel: Callable[[], None]) -> bool:
     """Wait for an answer, or until the client has closed the connection; the answer is then cancelled.
 
     Returns whether there is an answer; it may be an error, which is not raised here. `cancel` is called if there is none: the
     client has gone, or this wait is cancelled.
     """
-    gone = asyncio.create_task(client_gone(request))
-    waited: list[asyncio.Future[Any]] = [answered, gone]
+    gone: asyncio.Future[None] = request.scope[CLIENT_GONE]
     try:
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((answered, gone), return_when=asyncio.FIRST_COMPLETED)
     finally:
         if not answered.done():
             cancel()
             answered.cancel()
-        gone.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await gone
     return answered.done() and not answered.cancelled()  # a task that was cancelled just now is not done yet
 
 

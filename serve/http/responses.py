@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -16,11 +16,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from halfserve.serve.engine.errors import InferenceError, MessageTooLargeError
-from halfserve.serve.http.error_forms import in_form
+from halfserve.serve.http.routing.error_forms import in_form
+from halfserve.serve.http.routing.operations import JSON_TYPE
 from halfserve.serve.protocol.status import RETRY_HINT, status_of
 from halfserve.serve.transports.task_turns import task_turns
 
-JSON_TYPE = "application/json"
 # Errors of all interfaces name the RPC that says more; a client of REST asks its path.
 INDEX_RPC, INDEX_PATH = "RepositoryIndex", "POST /v2/repository/index"
 # By gRPC status, as google.rpc.Code maps them, except that FAILED_PRECONDITION is a conflict:
@@ -142,10 +142,10 @@ def http_status(error: Exception) -> tuple[int, str, dict[str, str]]:
 
 
 def error_response(
-    status: int, text: str, headers: dict[str, str] | None = None, *, path: str = "", error: Exception | None = None
+    status: int, text: str, headers: dict[str, str] | None = None, *, scope: Mapping[str, Any], error: Exception | None = None
 ) -> Response:
-    """An error's text, in the form that clients of the path read."""
-    status, content = in_form(path, status, text, error)
+    """An error's text, in the form of the request's route."""
+    status, content = in_form(scope, status, text, error)
     return json_response(content, status, headers)
 
 
@@ -153,7 +153,7 @@ async def on_inference_error(request: Request, error: Exception) -> Response:
     status, text, headers = http_status(error)
     if status in {408, 413}:
         headers["connection"] = "close"  # the rest of the body is not read
-    return error_response(status, text, headers, path=request.url.path, error=error)
+    return error_response(status, text, headers, scope=request.scope, error=error)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -166,7 +166,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         text = f"{request.method} is not served at this path, expected {allowed or 'another method'}"
-    return error_response(error.status_code, text, dict(error.headers or {}), path=request.url.path)
+    return error_response(error.status_code, text, dict(error.headers or {}), scope=request.scope)
 
 
 async def on_disconnect(_: Request, __: Exception) -> Response:
@@ -174,16 +174,17 @@ async def on_disconnect(_: Request, __: Exception) -> Response:
     return Response(status_code=400)
 
 
-async def on_lone_surrogate(_: Request, __: Exception) -> Response:
+async def on_lone_surrogate(request: Request, _: Exception) -> Response:
     """JSON can contain half a surrogate pair, which UTF-8 cannot encode."""
-    return error_response(400, "a text of the request has half of a surrogate pair, expected whole characters")
+    refusal = "a text of the request has half of a surrogate pair, expected whole characters"
+    return error_response(400, refusal, scope=request.scope)
 
 
 async def on_unexpected(request: Request, error: Exception) -> Response:
-    """Answer an unexpected error, which uvicorn logs before it closes the connection."""
+    """Answer an unexpected error, which the connection logs before it closes."""
     status, text, headers = http_status(error)
     headers["connection"] = "close"
-    return error_response(status, text, headers, path=request.url.path)
+    return error_response(status, text, headers, scope=request.scope)
 
 
 HANDLERS: dict[Any, Any] = {

@@ -10,23 +10,21 @@ from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.engine.model_statistics import Reading
 from halfserve.serve.http.generate import GenerateRoute
-from halfserve.serve.http.guards import App, BrowserGuard, GuardedRoute, RouteAnswers, RouteGuard, RouteTable, TokenGuard
+from halfserve.serve.http.guards import App, BrowserGuard, RouteAnswers, RouteGuard, TokenGuard
 from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.http_server import HttpServer
 from halfserve.serve.http.infer_route import InferRoute
+from halfserve.serve.http.management_routes import SettingRoutes, SharedMemoryRoutes
 from halfserve.serve.http.page import Page
 from halfserve.serve.http.request_body import BodyReader
 from halfserve.serve.http.responses import HANDLERS, on_unexpected
-from halfserve.serve.http.routes import (
-    ModelRoutes,
-    SettingRoutes,
-    SharedMemoryRoutes,
-    metrics_route,
-    openapi_route,
-)
+from halfserve.serve.http.routes import MetricsRoute, ModelRoutes, OpenApiRoute
+from halfserve.serve.http.routing.route_table import GuardedRoute, RouteTable, routes_of
+from halfserve.serve.http.tasks.classification import ClassificationRoutes
+from halfserve.serve.http.tasks.embeddings import EmbeddingRoutes
 from halfserve.serve.http.tasks.picture_routes import PictureRoutes
+from halfserve.serve.http.tasks.rerank import RerankRoutes
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint
 from halfserve.serve.http.tasks.text_routes import TextRoutes
 from halfserve.serve.http.tasks.tokenized_models import TokenizedModels
@@ -89,7 +87,7 @@ class RestServer:
 
         self._servers = [server(self._routes, "http", options.port)]
         if options.metrics_port is not None:
-            self._servers.append(server(lambda seen: [metrics_route(seen)], "metrics", options.metrics_port))
+            self._servers.append(server(lambda seen: routes_of(MetricsRoute(seen)), "metrics", options.metrics_port))
         self.port = 0  # TCP port of the REST interface and the page; 0 before it listens
         self.metrics_port: int | None = None  # TCP port of the metrics alone; None without one
 
@@ -104,28 +102,35 @@ class RestServer:
             raise
         self.port = ports[0]
         self.metrics_port = ports[1] if len(ports) > 1 else None
-        self._core.figures.readings[Reading.HTTP_CONNECTIONS] = lambda: sum(server.connections for server in self._servers)
+        self._core.figures.gauge("halfserve_http_connections", "Open HTTP connections", self._connections)
         self._texts.start()
         if self._page is not None:
             self._page.start()
 
+    def _connections(self) -> int:
+        return sum(server.connections for server in self._servers)
+
     def _routes(self, service: Service) -> list[GuardedRoute]:
         """The routes of the first port, for a service that may be restricted to some models."""
-        core = service.core
-        routes = [
-            *InferRoute(core, service, self._bodies, self._options.limits).routes(),
-            *GenerateRoute(service, self._bodies, self._options.limits).routes(),
-            *ModelRoutes(service, self._bodies).routes(),
-            *SharedMemoryRoutes(service, self._bodies).routes(),
-            *SettingRoutes(service, self._bodies).routes(),
-            *PictureRoutes(service, self._bodies).routes(),
-            *TextRoutes(TextEndpoint(service, self._bodies, self._options.limits, self._texts)).routes(),
-            metrics_route(service),
-            openapi_route(service),
+        core, bodies, limits = service.core, self._bodies, self._options.limits
+        texts = TextEndpoint(service, bodies, limits, self._texts)
+        answering: list[object] = [
+            ModelRoutes(service, bodies),
+            InferRoute(core, service, bodies, limits),
+            PictureRoutes(service, bodies),
+            GenerateRoute(service, bodies, limits),
+            SharedMemoryRoutes(service, bodies),
+            SettingRoutes(service, bodies),
+            TextRoutes(texts),
+            EmbeddingRoutes(texts),
+            RerankRoutes(texts),
+            ClassificationRoutes(texts),
+            MetricsRoute(service),
         ]
+        answering.append(OpenApiRoute(service, tuple(answering)))
         if self._page is not None:
-            routes += (self._page if core is self._core else self._page.restricted_to(core)).routes()
-        return routes
+            answering.append(self._page if core is self._core else self._page.restricted_to(core))
+        return routes_of(*answering)
 
     async def give_notice(self) -> None:
         """Accept no new connections, and end those in use with their next answer."""

@@ -1,4 +1,4 @@
-"""The REST routes beside inference: health, metadata, statistics, repository, shared memory, settings, metrics, OpenAPI.
+"""The REST routes of health, metadata, statistics, the repository, metrics and OpenAPI.
 
 Each calls the RPC of the same purpose, so that REST and gRPC share all checks.
 """
@@ -6,9 +6,9 @@ Each calls the RPC of the same purpose, so that REST and gRPC share all checks.
 from __future__ import annotations
 
 import asyncio
-import json
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
-from importlib import resources
 from typing import Any
 
 from google.protobuf.empty_pb2 import Empty
@@ -17,35 +17,36 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.engine.errors import InvalidArgumentError, UnavailableError
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.errors import UnavailableError
 from halfserve.serve.http import json_bodies as fields
-from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.request_body import BodyReader, answered_or_gone
-from halfserve.serve.http.responses import dump_list, empty_response, json_response, json_text_response, message_dict
+from halfserve.serve.http.responses import dump_json, dump_list, empty_response, json_response, json_text_response, message_dict
+from halfserve.serve.http.routing.document import openapi_document
+from halfserve.serve.http.routing.kserve_bodies import IndexBody, LoadBody, UnloadBody
+from halfserve.serve.http.routing.operations import DONE, OF_MODEL, BodyContent, DescribedAnswer, RestOperation, Tag
+from halfserve.serve.http.routing.route_table import MODEL, VERSION, declared_by, serves, serves_versions
 from halfserve.serve.protocol.rpc import (
     DESCRIPTION,
     HEALTH,
-    LOGGING,
     METADATA,
     METRICS,
     MODEL_CONFIG,
     MODEL_READY,
     REPOSITORY_CHANGE,
     REPOSITORY_INDEX,
-    SHARED_MEMORY,
     STATISTICS,
-    TRACE,
     RpcCall,
 )
 from halfserve.serve.protocol.service import SERVICE, Service
 
-MODEL = "/v2/models/{model}"
-VERSION = MODEL + "/versions/{version}"
 REPOSITORY_MODEL = "/v2/repository/models/{model}"
 FILE = "file:"
-LEVELS = "trace_level"  # the only setting with several values
 
-_post = partial(GuardedRoute, method="POST")
+
+def _statistics(name: str, summary: str, since: str, errors: AbstractSet[int]) -> RestOperation:
+    answer = DescribedAnswer(f"Totals since {since} was loaded; times in nanoseconds.", BodyContent(pb.ModelStatisticsResponse))
+    return RestOperation(name, Tag.MODELS, summary, answer, errors=errors)
 
 
 class ModelRoutes:
@@ -54,36 +55,40 @@ class ModelRoutes:
     def __init__(self, service: Service, bodies: BodyReader) -> None:
         self._core = service.core
         self._bodies = bodies
-        self._call, self._done = partial(rpc_response, service), partial(_done, service)
+        self._call, self._done = partial(rpc_response, service), partial(rpc_done, service)
 
-    def routes(self) -> list[GuardedRoute]:
-        found = [
-            GuardedRoute("/v2", self.server_metadata, METADATA),
-            GuardedRoute("/v2/", self.server_metadata, METADATA),
-            GuardedRoute("/v2/health/live", self.live, HEALTH),
-            GuardedRoute("/v2/health/ready", self.ready, HEALTH),
-            GuardedRoute("/v2/models/stats", self.statistics, STATISTICS),
-            _post("/v2/repository/index", self.repository_index, REPOSITORY_INDEX),
-            _post(f"{REPOSITORY_MODEL}/load", self.load, REPOSITORY_CHANGE),
-            _post(f"{REPOSITORY_MODEL}/unload", self.unload, REPOSITORY_CHANGE),
-        ]
-        for path in (MODEL, VERSION):
-            found += [
-                GuardedRoute(path, self.model_metadata, METADATA),
-                GuardedRoute(f"{path}/ready", self.model_ready, MODEL_READY),
-                GuardedRoute(f"{path}/config", self.model_config, MODEL_CONFIG),
-                GuardedRoute(f"{path}/stats", self.statistics, STATISTICS),
-            ]
-        return found
-
+    @serves(
+        "GET",
+        "/v2",
+        METADATA,
+        RestOperation(
+            "serverMetadata",
+            Tag.SERVER,
+            "Name, version and extensions of the server",
+            DescribedAnswer("The server.", BodyContent(pb.ServerMetadataResponse)),
+        ),
+    )
+    @serves("GET", "/v2/", METADATA)
     async def server_metadata(self, _: Request) -> Response:
         return json_response(message_dict(await self._call("ServerMetadata", pb.ServerMetadataRequest())))
 
+    @serves(
+        "GET",
+        "/v2/health/live",
+        HEALTH,
+        RestOperation("serverLive", Tag.SERVER, "Whether the process answers", DescribedAnswer("It does.")),
+    )
     async def live(self, _: Request) -> Response:
         """200 without a body, as in Triton: scripts print the status behind it, and compare that."""
         await self._call("ServerLive", pb.ServerLiveRequest())
         return empty_response()
 
+    @serves(
+        "GET",
+        "/v2/health/ready",
+        HEALTH,
+        RestOperation("serverReady", Tag.SERVER, "Whether requests are taken", DescribedAnswer("They are."), errors={503}),
+    )
     async def ready(self, _: Request) -> Response:
         """200 without a body if requests are accepted, 503 otherwise."""
         response = await self._call("ServerReady", pb.ServerReadyRequest())
@@ -91,6 +96,12 @@ class ModelRoutes:
             raise UnavailableError("the server takes no requests now; send them to another replica")
         return empty_response()
 
+    @serves_versions(
+        "GET",
+        "/ready",
+        MODEL_READY,
+        RestOperation("modelReady", Tag.MODELS, "Whether {model} takes requests", DescribedAnswer("It does."), errors=OF_MODEL),
+    )
     async def model_ready(self, request: Request) -> Response:
         """200 without a body if the model accepts requests, 503 if not, and 404, which the RPC cannot say, if it is unknown."""
         name, version = _named(request)
@@ -99,17 +110,62 @@ class ModelRoutes:
             raise UnavailableError(f"model {name!r} takes no requests now; send them to another replica")
         return empty_response()
 
+    @serves_versions(
+        "GET",
+        "",
+        METADATA,
+        RestOperation(
+            "modelMetadata",
+            Tag.MODELS,
+            "Inputs and outputs of {model}",
+            DescribedAnswer(
+                "The batch dimension is included where the model has one; -1 takes any size.",
+                BodyContent(pb.ModelMetadataResponse),
+            ),
+            errors=OF_MODEL,
+        ),
+    )
     async def model_metadata(self, request: Request) -> Response:
         name, version = _named(request)
         return json_response(
             message_dict(await self._call("ModelMetadata", pb.ModelMetadataRequest(name=name, version=version)))
         )
 
+    @serves_versions(
+        "GET",
+        "/config",
+        MODEL_CONFIG,
+        RestOperation(
+            "modelConfig",
+            Tag.MODELS,
+            "The completed configuration of {model}",
+            DescribedAnswer("A ModelConfig, as JSON.", BodyContent(ModelConfig)),
+            errors=OF_MODEL,
+        ),
+    )
     async def model_config(self, request: Request) -> Response:
         name, version = _named(request)
         response = await self._call("ModelConfig", pb.ModelConfigRequest(name=name, version=version))
         return json_response(message_dict(response.config))
 
+    @serves(
+        "GET",
+        "/v2/models/stats",
+        STATISTICS,
+        _statistics("allStatistics", "Counters of everything that is served", "each", set()),
+    )
+    @serves(
+        "GET",
+        f"{MODEL}/stats",
+        STATISTICS,
+        _statistics("modelStatistics", "Counters of all versions of a model", "it", OF_MODEL),
+    )
+    @serves(
+        "GET",
+        f"{VERSION}/stats",
+        STATISTICS,
+        _statistics("modelStatisticsOfVersion", "Counters of one version of a model", "it", OF_MODEL),
+    )
     async def statistics(self, request: Request) -> Response:
         """Counters of a model version, of all versions, or of all models."""
         name, version = _named(request)
@@ -117,6 +173,19 @@ class ModelRoutes:
         counters = await dump_list(message_dict(of_version) for of_version in response.model_stats)
         return json_text_response(f'{{"model_stats":{counters}}}')
 
+    @serves(
+        "POST",
+        "/v2/repository/index",
+        REPOSITORY_INDEX,
+        RestOperation(
+            "repositoryIndex",
+            Tag.REPOSITORY,
+            "Every model version and its state",
+            DescribedAnswer("By name and version.", BodyContent(list[pb.RepositoryIndexResponse.ModelIndex])),
+            takes=(BodyContent(IndexBody, example={"ready": True}),),
+            is_body_optional=True,
+        ),
+    )
     async def repository_index(self, request: Request) -> Response:
         """Every model version and its state; {"ready": true} asks for the ready ones alone."""
         content = fields.parse_object(await self._bodies.read_small(request), empty=True)
@@ -124,6 +193,22 @@ class ModelRoutes:
         response = await self._call("RepositoryIndex", pb.RepositoryIndexRequest(ready=ready))
         return json_response([message_dict(entry) for entry in response.models])
 
+    @serves(
+        "POST",
+        f"{REPOSITORY_MODEL}/load",
+        REPOSITORY_CHANGE,
+        RestOperation(
+            "loadModel",
+            Tag.REPOSITORY,
+            "Load a model, or load it again",
+            DONE,
+            "Answers once the model serves; what served before goes on until then. Only where the server lets clients load "
+            "models.",
+            takes=(BodyContent(LoadBody),),
+            is_body_optional=True,
+            errors={404, 409},
+        ),
+    )
     async def load(self, request: Request) -> Response:
         """Load or reload a model; parameters "config" (JSON) and "file:<path>" (base64) override what is on disk."""
         name = request.path_params["model"]
@@ -134,6 +219,21 @@ class ModelRoutes:
             raise ClientDisconnect
         return loading.result()
 
+    @serves(
+        "POST",
+        f"{REPOSITORY_MODEL}/unload",
+        REPOSITORY_CHANGE,
+        RestOperation(
+            "unloadModel",
+            Tag.REPOSITORY,
+            "Unload a model",
+            DONE,
+            "Answers once what the model had taken is answered.",
+            takes=(BodyContent(UnloadBody),),
+            is_body_optional=True,
+            errors={404, 409},
+        ),
+    )
     async def unload(self, request: Request) -> Response:
         """Unload a model after its accepted requests are answered."""
         message = pb.RepositoryModelUnloadRequest(model_name=request.path_params["model"])
@@ -143,125 +243,18 @@ class ModelRoutes:
         return await self._done("RepositoryModelUnload", message)
 
 
-class SharedMemoryRoutes:
-    """Routes of shared-memory regions, of the system and of CUDA devices."""
-
-    def __init__(self, service: Service, bodies: BodyReader) -> None:
-        self._bodies = bodies
-        self._call, self._done = partial(rpc_response, service), partial(_done, service)
-
-    def routes(self) -> list[GuardedRoute]:
-        found = []
-        for kind, register in (("System", self.system_register), ("Cuda", self.cuda_register)):
-            base = f"/v2/{kind.lower()}sharedmemory"
-            region = base + "/region/{region}"
-            for path in (base, region):  # all regions, or the one of a name
-                status = partial(self._status, f"{kind}SharedMemoryStatus")
-                unregister = partial(self._unregister, f"{kind}SharedMemoryUnregister")
-                found.append(GuardedRoute(f"{path}/status", status, SHARED_MEMORY))
-                found.append(_post(f"{path}/unregister", unregister, SHARED_MEMORY))
-            found.append(_post(f"{region}/register", register, SHARED_MEMORY))
-        return found
-
-    async def system_register(self, request: Request) -> Response:
-        content = fields.parse_object(await self._bodies.read_small(request))
-        message = pb.SystemSharedMemoryRegisterRequest(
-            name=_region(request),
-            key=fields.text(content, "key", "the region"),
-            offset=fields.whole(content, "offset", "the region", 0),
-            byte_size=fields.whole(content, "byte_size", "the region"),
-        )
-        return await self._done("SystemSharedMemoryRegister", message)
-
-    async def cuda_register(self, request: Request) -> Response:
-        content = fields.parse_object(await self._bodies.read_small(request))
-        handle = fields.members(content, "raw_handle", "the region")
-        message = pb.CudaSharedMemoryRegisterRequest(
-            name=_region(request),
-            raw_handle=fields.base64_bytes(handle, "b64", "raw_handle"),
-            device_id=fields.whole(content, "device_id", "the region", 0),
-            byte_size=fields.whole(content, "byte_size", "the region"),
-        )
-        return await self._done("CudaSharedMemoryRegister", message)
-
-    async def _status(self, rpc: str, request: Request) -> Response:
-        response = await self._call(rpc, getattr(pb, f"{rpc}Request")(name=_region(request)))
-        return json_response([message_dict(region) for _, region in sorted(response.regions.items())])
-
-    async def _unregister(self, rpc: str, request: Request) -> Response:
-        return await self._done(rpc, getattr(pb, f"{rpc}Request")(name=_region(request)))
-
-
-class SettingRoutes:
-    """Routes of the trace settings and the log settings."""
-
-    def __init__(self, service: Service, bodies: BodyReader) -> None:
-        self._bodies = bodies
-        self._call = partial(rpc_response, service)
-
-    def routes(self) -> list[GuardedRoute]:
-        found = [
-            GuardedRoute("/v2/logging", self.log_settings, LOGGING),
-            _post("/v2/logging", self.set_log_settings, LOGGING),
-        ]
-        for path in ("/v2/trace/setting", f"{MODEL}/trace/setting"):
-            found += [GuardedRoute(path, self.trace_settings, TRACE), _post(path, self.set_trace_settings, TRACE)]
-        return found
-
-    async def trace_settings(self, request: Request) -> Response:
-        return await self._trace(pb.TraceSettingRequest(model_name=request.path_params.get("model", "")))
-
-    async def set_trace_settings(self, request: Request) -> Response:
-        """Change what is traced; null restores a setting's default."""
-        message = pb.TraceSettingRequest(model_name=request.path_params.get("model", ""))
-        for name, value in fields.parse_object(await self._bodies.read_small(request), empty=True).items():
-            values = [] if value is None else value if isinstance(value, list) else [value]
-            message.settings[name].value.extend([_setting_text(name, entry) for entry in values])
-        return await self._trace(message)
-
-    async def log_settings(self, _: Request) -> Response:
-        return await self._log(pb.LogSettingsRequest())
-
-    async def set_log_settings(self, request: Request) -> Response:
-        message = pb.LogSettingsRequest()
-        for name, value in fields.parse_object(await self._bodies.read_small(request), empty=True).items():
-            if isinstance(value, bool):
-                message.settings[name].bool_param = value
-            elif isinstance(value, int) and 0 <= value < 2**32:
-                message.settings[name].uint32_param = value
-            else:
-                message.settings[name].string_param = _setting_text(name, value)
-        return await self._log(message)
-
-    async def _trace(self, message: pb.TraceSettingRequest) -> Response:
-        settings = (await self._call("TraceSetting", message)).settings
-        content: dict[str, Any] = {}
-        for name, setting in sorted(settings.items()):
-            values = list(setting.value)
-            content[name] = values if name == LEVELS or len(values) > 1 else "".join(values)
-        return json_response(content)
-
-    async def _log(self, message: pb.LogSettingsRequest) -> Response:
-        settings = (await self._call("LogSettings", message)).settings
-        return json_response({name: getattr(s, s.WhichOneof("parameter_choice")) for name, s in sorted(settings.items())})
-
-
 async def rpc_response(service: Service, rpc: str, request: Message) -> Any:
     """The response message of an RPC. Raises InferenceError: the errors of the RPC."""
     return await service.rpcs[f"/{SERVICE}/{rpc}"].method(request, RpcCall(server=service))
 
 
-async def _done(service: Service, rpc: str, message: Message) -> Response:
+async def rpc_done(service: Service, rpc: str, message: Message) -> Response:
     await rpc_response(service, rpc, message)
     return json_response({})
 
 
 def _named(request: Request) -> tuple[str, str]:
     return request.path_params.get("model", ""), request.path_params.get("version", "")
-
-
-def _region(request: Request) -> str:
-    return str(request.path_params.get("region", ""))
 
 
 def _load_request(name: str, body: bytes) -> pb.RepositoryModelLoadRequest:
@@ -279,34 +272,45 @@ def _parameters(body: bytes) -> dict[str, object]:
     return fields.members(fields.parse_object(body, empty=True), "parameters", "the request")
 
 
-def _setting_text(name: str, value: object) -> str:
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise InvalidArgumentError(f"setting {name!r} is not text or a whole number")
-    return str(value)
+class MetricsRoute:
+    """The route of the metrics, for Prometheus."""
 
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
-def metrics_route(service: Service) -> GuardedRoute:
-    """GET /metrics, for Prometheus."""
-
-    async def answer(_: Request) -> Response:
-        body, content_type = await service.metrics.method(Empty(), RpcCall(server=service))
+    @serves(
+        "GET",
+        "/metrics",
+        METRICS,
+        RestOperation(
+            "metrics",
+            Tag.SERVER,
+            "Everything that is measured, for Prometheus",
+            DescribedAnswer("Prometheus' text format.", BodyContent(str, media_type="text/plain")),
+        ),
+    )
+    async def answer(self, _: Request) -> Response:
+        body, content_type = await self._service.metrics.method(Empty(), RpcCall(server=self._service))
         return Response(body, headers={"content-type": content_type, "cache-control": "no-store"})
 
-    return GuardedRoute("/metrics", answer, METRICS)
 
+class OpenApiRoute:
+    """The route of the REST interface's description, for tools."""
 
-def openapi_route(service: Service) -> GuardedRoute:
-    """GET /openapi.json: the REST interface, described for tools."""
+    def __init__(self, service: Service, answering: Sequence[object]) -> None:
+        """Describe the routes of the objects `answering`, and this one."""
+        self._service = service
+        self._answering = answering
+        self._text: str | None = None  # the document, once it was asked for
 
-    async def answer(_: Request) -> Response:
-        content = openapi_document()
-        content["info"]["version"] = service.server_version
-        return json_response(content)
-
-    return GuardedRoute("/openapi.json", answer, DESCRIPTION)
-
-
-def openapi_document() -> dict[str, Any]:
-    """The document from its file, which is written by hand; the version in it is a placeholder."""
-    content: dict[str, Any] = json.loads(resources.files("halfserve.serve.http").joinpath("openapi.json").read_bytes())
-    return content
+    @serves(
+        "GET",
+        "/openapi.json",
+        DESCRIPTION,
+        RestOperation("openApi", Tag.SERVER, "This document", DescribedAnswer("OpenAPI 3.1.", BodyContent(dict[str, Any]))),
+    )
+    async def answer(self, _: Request) -> Response:
+        if self._text is None:  # on a thread, as it takes 10 ms
+            version = self._service.server_version
+            self._text = dump_json(await asyncio.to_thread(openapi_document, declared_by(*self._answering, self), version))
+        return json_text_response(self._text)

@@ -8,7 +8,6 @@ certificate (see `halfserve.protos.certificates`). A file that was changed or sw
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from halfserve.protos.certificate_signature import VerifyingKey
 from halfserve.protos.certificates import (
     CERTIFICATE,
     NAME,
-    SCHEMA,
     ModelDigests,
     bound_settings,
     certificate_sha256,
@@ -28,18 +26,15 @@ from halfserve.protos.certificates import (
     model_digests,
 )
 from halfserve.protos.pictures import PREPROCESSING
-from halfserve.serve.backends.cpu_trials import RecordedSamples, read_samples
 from halfserve.serve.backends.onnx_runtime.onnx_file import OnnxFile, open_onnx
 from halfserve.serve.engine.config.model_config import DeclaredConfig
-from halfserve.serve.engine.disk_files import CertificateFile, open_regular, read_certificate
+from halfserve.serve.engine.disk_files import CertificateFile, find_certificate, open_regular
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.precision_guard.loading import guard_settings
-from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 
 logger = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer.json"
-VERDICT_KEY = "halfserve.certificate"  # the parameter that shows clients what `check_certificate` returned
 
 
 def check_certificate(model: Path, declared: DeclaredConfig | None = None, key: VerifyingKey | None = None) -> str | None:
@@ -58,14 +53,14 @@ def check_certificate(model: Path, declared: DeclaredConfig | None = None, key: 
         ModelLoadError: model and certificate do not belong together, the certificate is not signed with the key or not
             readable, or the configuration is another; or, with a key, the certificate that the model names is missing.
     """
-    found = _found(model)
+    found = find_certificate(model)
     if found is None:
         if not _is_bare(model, declared) and _named(model) is not None:
             _report_missing(model.parent / CERTIFICATE, key)
         elif key is not None:
             logger.warning("%s: has no certificate that the certificate key could check; it is served without a verdict", model)
         return None
-    certificate = _parsed(found)
+    certificate = found.parsed()
     if key is not None:
         _require_signed(found, certificate, key)
     digests, named = _look_into(model)
@@ -88,19 +83,6 @@ def check_certificate(model: Path, declared: DeclaredConfig | None = None, key: 
     if declared is not None:
         _check_settings(found, certificate, declared, is_required=key is not None)
     return "passed" if certificate.get("passed") is True else "failed"
-
-
-def vouched_samples(version: LoadedVersion) -> RecordedSamples | None:
-    """Return the samples beside a version whose certificate has been checked; None if the certificate vouches for none.
-
-    Raises:
-        ModelLoadError: the certificate can no longer be read.
-    """
-    if VERDICT_KEY not in version.config.parameters:
-        return None
-    model = version.files.model
-    found = _found(model)
-    return None if found is None else read_samples(model, _parsed(found), version.interface)
 
 
 def _is_bare(model: Path, declared: DeclaredConfig | None) -> bool:
@@ -131,27 +113,6 @@ def _other_file(path: Path, found: CertificateFile, remedy: str) -> ModelLoadErr
     return ModelLoadError(
         f"{path}: is not the file that {made} was made for (its SHA-256 differs from the one there); {remedy}"
     )
-
-
-def _found(model: Path) -> CertificateFile | None:
-    try:
-        return read_certificate(model)
-    except OSError as error:  # an error of the system or the disk, not of the certificate
-        raise ModelLoadError(f"{error.filename or model}: cannot be read: {error.strerror}") from None
-
-
-def _parsed(found: CertificateFile) -> dict[str, Any]:
-    try:
-        content = json.loads(found.content)
-    except (ValueError, RecursionError):
-        raise ModelLoadError(f"{found}: cannot be read: it is no JSON; export the model again, or remove the file") from None
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise _no_certificate(found)
-    return content
-
-
-def _no_certificate(found: CertificateFile) -> ModelLoadError:
-    return ModelLoadError(f"{found}: is no certificate that halfserve wrote; remove it, or export the model again")
 
 
 def _require_signed(found: CertificateFile, certificate: dict[str, Any], key: VerifyingKey) -> None:
@@ -191,7 +152,7 @@ def _check_settings(
             )
         return
     if not isinstance(certified, dict):
-        raise _no_certificate(found)
+        raise found.not_ours()
     changed = changed_settings(certified, declared.message, says_batch_size=declared.says_batch_size)
     if not changed:
         return
@@ -210,7 +171,7 @@ def _listed(found: CertificateFile, certificate: dict[str, Any]) -> dict[str, st
     """Return the files that a certificate lists, with their hashes; all lie in the model's folder."""
     files = certificate.get("files", {})
     if not isinstance(files, dict):
-        raise _no_certificate(found)
+        raise found.not_ours()
     for name in files:
         parts = PurePosixPath(name).parts
         if PurePosixPath(name).is_absolute() or ".." in parts[1:]:

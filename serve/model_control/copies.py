@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.errors import ModelLoadError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.engine.repository.loaded_version import models_below
+from halfserve.serve.engine.repository.model_loading import models_below
 from halfserve.serve.engine.repository.model_repository import ModelRepository
 from halfserve.serve.model_control.control_options import start_error
 from halfserve.serve.model_control.version_loading import LoaderThread

@@ -19,7 +19,7 @@ from halfserve.serve.engine.errors import (
     UnmetStepsError,
 )
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.engine.repository.loaded_version import models_below
+from halfserve.serve.engine.repository.model_loading import models_below
 from halfserve.serve.engine.repository.model_repository import ModelRepository, find_models
 from halfserve.serve.model_control.control_options import ALL, ControlMode, ControlOptions, start_error
 from halfserve.serve.model_control.copies import ModelCopies

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -20,19 +19,20 @@ from halfserve.serve.engine.config.parameters import ignored_settings
 from halfserve.serve.engine.ensembles.graph import is_ensemble
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load_ensemble, load_version
+from halfserve.serve.engine.repository.model_loading import load_ensemble, load_version, started
 from halfserve.serve.engine.repository.model_repository import ModelFiles
-from halfserve.serve.model_control.certificate_check import VERDICT_KEY, check_certificate
-from halfserve.serve.model_control.checks import check_batch_invariance, require_memory
-from halfserve.serve.model_control.padding_check import proved_padding
-from halfserve.serve.model_control.warm_up import settle, short_sizes, warm_up
+from halfserve.serve.model_control.certificate_check import check_certificate
+from halfserve.serve.model_control.memory_check import require_memory
+from halfserve.serve.trials.at_load import try_out
+from halfserve.serve.trials.recorded_samples import VERDICT_KEY
+from halfserve.serve.trials.tried_version import TriedVersion
+from halfserve.serve.trials.warm_up import settle
 
 logger = logging.getLogger(__name__)
 
 
 T = TypeVar("T")
 AGAIN_S = 1.0  # seconds until the next attempt to start a thread
-QUICK_S = 1.0
 
 
 class GivenUp:
@@ -204,8 +204,8 @@ class VersionLoader:
     warm_up_budget_s: float
     certificate_key: VerifyingKey | None = None
 
-    def load(self, files: ModelFiles) -> LoadedVersion:
-        """Check, load and try out one version. May be called on any thread.
+    def load(self, files: ModelFiles) -> Model:
+        """Check, load and try out one version, which is not started yet. May be called on any thread.
 
         Raises:
             ModelLoadError: the version cannot be served; the message gives the reason.
@@ -214,58 +214,51 @@ class VersionLoader:
             verdict = check_certificate(files.model, files.config, self.certificate_key)
             require_memory(files.model, sum(max(1, group.count) for group in files.config.message.instance_group))
             pause()
-            version = load_version(files, self.runtime, self.placement, self.defaults)
+            model = load_version(files, self.runtime, self.placement, self.defaults)
             if (given_up := _GIVEN_UP.get()) is not None:
-                for backend in version.backends:
+                for backend in model.backends:
                     given_up.when_set(backend.give_up)
-            _report_ignored(version)
-            _report_certificate(version, verdict)
+            _report_ignored(model)
+            _report_certificate(model, verdict)
             pause()
-            began = time.monotonic()
-            warm_up(version, self.warm_up_budget_s)
-            check_batch_invariance(version, self.warm_up_budget_s)
-            is_quick = time.monotonic() - began < QUICK_S  # batches of a slow model are not short, and need not be measured
-            short_s = short_sizes(version) if is_quick else {}
-            mixed = proved_padding(version, self.warm_up_budget_s)
+            try_out(TriedVersion(model, self.warm_up_budget_s))
         except MemoryError:
             raise ModelLoadError(f"{files.model}: not enough memory to load it; unload another model first") from None
-        return replace(version, short_s=short_s, mixed=mixed)
+        return model
 
     def model(self, files: ModelFiles) -> Model:
-        """Load one version, with its threads; an ensemble is not yet connected to its steps. May be called on any thread.
+        """Load and start one version; an ensemble is not yet connected to its steps. May be called on any thread.
+
+        The copies of a device's model run on their own threads first, as those that replace broken ones later do.
 
         Raises:
             ModelLoadError: the version cannot be served; the message gives the reason.
         """
-        if not is_ensemble(files.config.message):
-            return self._settled(self.load(files))
-        model = load_ensemble(files, self.defaults)
-        _warn_of_ignored(files.config, ENSEMBLE, on_device=False)
-        return model
-
-    def _settled(self, version: LoadedVersion) -> Model:
-        """Make the model of a version, and run its copies on their own threads, as those that replace broken ones later are."""
-        if (again := version.reload) is not None:
-            version = replace(version, reload=partial(self._reloaded, version, again))
-        model = version.model()
+        if is_ensemble(files.config.message):
+            _warn_of_ignored(files.config, ENSEMBLE, on_device=False)
+            return load_ensemble(files, self.defaults)
+        loaded = self.load(files)
+        again = None if loaded.reload is None else partial(self._reloaded, loaded, loaded.reload)
+        model = started(replace(loaded, reload=again))  # a copy: `again` must not refer to the model that has it
+        tried = TriedVersion(loaded, self.warm_up_budget_s)
         try:
-            for instance in model.batcher.instances:
-                instance.settle(lambda backend: settle(version, backend, self.warm_up_budget_s))
+            for instance, backend in zip(model.batcher.instances, model.backends, strict=True):
+                instance.settle(partial(settle, tried, backend))
         except BaseException:
             for instance in model.batcher.instances:
                 instance.stop()
             raise
         return model
 
-    def _reloaded(self, version: LoadedVersion, again: Callable[[int], Backend], number: int) -> Backend:
+    def _reloaded(self, model: Model, again: Callable[[int], Backend], number: int) -> Backend:
         backend = again(number)
-        settle(version, backend, self.warm_up_budget_s)
+        settle(TriedVersion(model, self.warm_up_budget_s), backend)
         return backend
 
 
-def _report_ignored(version: LoadedVersion) -> None:
-    on_device = any(backend.provider not in CPU_PROVIDERS for backend in version.backends)
-    _warn_of_ignored(version.files.config, version.interface.kind, on_device=on_device)
+def _report_ignored(model: Model) -> None:
+    on_device = any(backend.provider not in CPU_PROVIDERS for backend in model.backends)
+    _warn_of_ignored(model.declared, model.interface.kind, on_device=on_device)
 
 
 def _warn_of_ignored(declared: DeclaredConfig, kind: ModelKind, *, on_device: bool) -> None:
@@ -274,9 +267,9 @@ def _warn_of_ignored(declared: DeclaredConfig, kind: ModelKind, *, on_device: bo
         logger.warning("%s: no effect here: %s", declared.source, ", ".join(ignored))
 
 
-def _report_certificate(version: LoadedVersion, verdict: str | None) -> None:
+def _report_certificate(model: Model, verdict: str | None) -> None:
     if verdict is None:
         return
-    version.config.parameters[VERDICT_KEY].string_value = verdict
+    model.config.parameters[VERDICT_KEY].string_value = verdict
     if verdict == "failed":
-        logger.warning("%s: its certificate says that it is less accurate than its budget allows", version.files.model)
+        logger.warning("%s: its certificate says that it is less accurate than its budget allows", model.path)

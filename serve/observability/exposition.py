@@ -35,16 +35,12 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model_statistics import ServerFigures, zeros
 from halfserve.serve.observability.metrics import (
     CONTENT_TYPE,
-    LATENCY_COUNTERS,
     MetricTexts,
-    guard_metrics,
     metric_of,
-    model_metrics,
-    sequence_metrics,
     state_metric,
     summary_metrics,
-    triton_metrics,
 )
+from halfserve.serve.observability.model_metrics import model_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +84,9 @@ async def collect(core: InferenceCore) -> AsyncIterator[Metric]:
     models, latencies = core.models(), core.figures.latencies
     for at in range(0, len(models), TOGETHER):
         some = models[at : at + TOGETHER]
-        for metrics in (triton_metrics, model_metrics, guard_metrics, sequence_metrics):
-            for metric in metrics(some):
-                if latencies.has_counters or metric.name not in LATENCY_COUNTERS:
-                    yield metric
+        for declared, metric in model_metrics(some):
+            if latencies.has_counters or not declared.is_latency:
+                yield metric
         for metric in summary_metrics(some, latencies.quantiles) if latencies.quantiles else ():
             yield metric
         await asyncio.sleep(0)
@@ -114,9 +109,8 @@ def server_metrics(figures: ServerFigures, *, is_ready: bool) -> Iterator[Metric
     refused = (({"reason": reason}, count) for reason, count in sorted((REFUSALS | figures.refused).items()))
     text = "Inference requests that reached no model's queue, by reason"
     yield metric_of("halfserve_requests_refused", text, "counter", refused, suffix="_total")
-    for reading, read in figures.readings.items():
-        kind, name, text = reading.value
-        yield metric_of(name, text, kind, [({}, read())])
+    for reading in figures.readings.values():
+        yield metric_of(reading.name, reading.text, reading.kind, [({}, reading.read())])
     for custom in figures.custom_metrics():
         metric = Metric(custom.name, custom.text, custom.kind)
         for suffix, labels, value in custom.samples:

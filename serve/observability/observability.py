@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.engine.model_statistics import Reading
 from halfserve.serve.observability.access_log import AccessLogger
 from halfserve.serve.observability.log_settings import LogFilter, LogSettings, Value
 from halfserve.serve.observability.observe_options import OTLP, AccessLog, ObserveOptions, check_can_trace, destination, file_of
@@ -114,7 +113,9 @@ class Observability:
         outbox: Outbox[str] = Outbox(file.write, name="access log")
         self._outboxes.append(outbox)
         self._ends.append(file)
-        self._figures.readings[Reading.ACCESS_LOG_DROPPED] = lambda: outbox.dropped
+        self._figures.counter(
+            "halfserve_access_log_dropped_total", "Lines that the log could not take in time", lambda: outbox.dropped
+        )
         return AccessLogger(outbox, self._options.process)
 
     def _start_tracer(self) -> Tracer:
@@ -127,6 +128,8 @@ class Observability:
         tracer = Tracer(self.traces, outbox)
         self._outboxes.append(outbox)
         self._ends.append(exporter)
-        self._figures.readings[Reading.TRACES] = lambda: tracer.traced
-        self._figures.readings[Reading.TRACES_DROPPED] = lambda: outbox.dropped
+        self._figures.counter("halfserve_traces_total", "Requests that were traced", lambda: tracer.traced)
+        self._figures.counter(
+            "halfserve_traces_dropped_total", "Traces that the exporter could not take in time", lambda: outbox.dropped
+        )
         return tracer

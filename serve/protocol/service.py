@@ -13,7 +13,6 @@ from google.protobuf import empty_pb2
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
-from halfserve.serve.engine.model_statistics import Reading
 from halfserve.serve.observability.inference_record import Caller
 from halfserve.serve.observability.observability import Observability
 from halfserve.serve.observability.observe_options import ObserveOptions
@@ -29,6 +28,7 @@ from halfserve.serve.protocol.status import status_name
 SERVICE = "inference.GRPCInferenceService"
 INFER_PATH = f"/{SERVICE}/ModelInfer"
 INFER_STREAM_PATH = f"/{SERVICE}/ModelStreamInfer"
+INFERENCE_PATHS = (INFER_PATH, INFER_STREAM_PATH)
 # v1 has v1alpha's messages under another package name; newer tools ask for it first.
 REFLECTION_VERSIONS = ("v1", "v1alpha")
 
@@ -133,7 +133,8 @@ class Service(ServerView):
 
     def count_connections(self, connections: Callable[[], int], calls: Callable[[], int]) -> None:
         """Register functions that return the transport's open connections and calls in flight, for the metrics."""
-        self.core.figures.readings |= {Reading.CONNECTIONS: connections, Reading.CALLS: calls}
+        self.core.figures.gauge("halfserve_connections", "Open gRPC connections", connections)
+        self.core.figures.gauge("halfserve_calls", "gRPC calls in flight, streams included", calls)
 
 
 class LimitedService(Service):

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from halfserve.serve.engine.errors import InferenceError, PermissionDeniedError, UnauthenticatedError
 from halfserve.serve.protocol.inference import InferenceEntry
 from halfserve.serve.protocol.rpc import INFERENCE, UNKNOWN_METHOD, Access, Method, Role, Rpc, RpcCall, Send
-from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, LimitedService, Service
+from halfserve.serve.protocol.service import INFERENCE_PATHS, LimitedService, Service
 from halfserve.serve.security.client_limits import ClientAllowance, ClientAllowances, GatedInference, network_of
 from halfserve.serve.security.model_rights import ModelRights
 from halfserve.serve.security.restricted_apis import Header, RestrictedApis, check_header
@@ -22,7 +22,6 @@ Count = Callable[[InferenceError], None]
 ADMIN_ELSEWHERE = "RPCs that change the server are not served on this port; use its admin port or socket"
 # With several headers a proxy and this server might each check a different one.
 SEVERAL_TOKENS = "the call has several 'authorization' headers, expected one: send 'authorization: Bearer <token>' once"
-INFERENCE_PATHS = {INFER_PATH, INFER_STREAM_PATH}
 UNRESTRICTED = RestrictedApis((), ())
 
 
@@ -239,6 +238,11 @@ class AccessGrant:
         except InferenceError as error:
             self._count(error)
             raise
+
+    def inference_of(self, service: Service, call: RpcCall) -> InferenceEntry:
+        """Return the entry for the inference requests of a gRPC call's caller."""
+        inference = service.inference_of(call.peer, call.headers, self.holder, partial(self.client, call.peer))
+        return self.inference(inference, call.peer)
 
     def inference(self, inference: InferenceEntry, peer: str, *, is_charged: bool = False) -> InferenceEntry:
         """Return the entry for the inference requests of a client's address: the given one if there is nothing to check.

@@ -21,7 +21,8 @@ from halfserve.serve.protocol.messages import parse
 from halfserve.serve.protocol.rpc import Rpc, RpcCall, layered
 from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service
 from halfserve.serve.protocol.status import status_of
-from halfserve.serve.security.gate import AccessGrant, Gate, client_name
+from halfserve.serve.security.client_limits import network_of
+from halfserve.serve.security.gate import AccessGrant, Gate
 from halfserve.serve.security.private_socket import private_files
 from halfserve.serve.security.security import PortSecurity
 from halfserve.serve.transports.grpc_framing import cut_details
@@ -158,7 +159,7 @@ def _call(service: Service, grant: AccessGrant | None, context: Context) -> RpcC
     return RpcCall(server=service, peer=_peer(context), headers=headers, grant=grant)
 
 
-def _infer(service: Service, given: AccessGrant | None = None) -> Callable[[bytes, Context], Awaitable[bytes]]:
+def _infer(service: Service, given: AccessGrant | None) -> Callable[[bytes, Context], Awaitable[bytes]]:
     async def handle(data: bytes, context: Context) -> bytes:
         answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
@@ -170,7 +171,7 @@ def _infer(service: Service, given: AccessGrant | None = None) -> Callable[[byte
             else:
                 answered.set_result(result)
 
-        inference = _inference(service, context, given)
+        inference = _inference(service, given, context)
         try:
             cancel = inference.infer(data, context.time_remaining(), reply)
             try:
@@ -186,13 +187,11 @@ def _infer(service: Service, given: AccessGrant | None = None) -> Callable[[byte
     return handle
 
 
-def _inference(service: Service, context: Context, given: AccessGrant | None) -> InferenceEntry:
-    """The inference entry of one call, with its permissions applied."""
-    peer = _peer(context)
-    holder = "" if given is None else given.holder
-    headers = dict(_headers(context.invocation_metadata()))
-    inference = service.inference_of(peer, headers, holder, partial(client_name, given, peer))
-    return inference if given is None else given.inference(inference, peer)
+def _inference(service: Service, grant: AccessGrant | None, context: Context) -> InferenceEntry:
+    call = _call(service, grant, context)
+    if grant is None:
+        return service.inference_of(call.peer, call.headers, "", partial(network_of, call.peer))
+    return grant.inference_of(service, call)
 
 
 def _peer(context: Context) -> str:
@@ -207,14 +206,15 @@ def _headers(metadata: Any) -> list[tuple[bytes, bytes]]:
 
 
 def _infer_stream(
-    service: Service, given: AccessGrant | None = None
+    service: Service, given: AccessGrant | None
 ) -> Callable[[AsyncIterator[bytes], Context], AsyncIterator[bytes]]:
     async def handle(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         # Functions are called once the client has taken the answers before them.
         answers: asyncio.Queue[bytes | Exception | Callable[[], None] | None] = asyncio.Queue()
         room = asyncio.Semaphore(MAX_UNANSWERED)
         put, fails = answers.put_nowait, ENDS_WITH_ERROR in _headers(context.invocation_metadata())
-        stream = InferenceStream(_inference(service, context, given), put, put, partial(put, b""), put if fails else None)
+        inference = _inference(service, given, context)
+        stream = InferenceStream(inference, put, put, partial(put, b""), put if fails else None)
 
         async def receive() -> None:
             async for data in messages:

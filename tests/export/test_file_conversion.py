@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import io
 import re
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfserve import convert_file, convert_float_to_float16, export_module, find_fp32_nodes
-from halfserve.cli import command_of
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import BudgetExceeded
 from halfserve.export.cli.output import print_conversion
-from halfserve.export.conversion_options import ConversionOptions, KeptNodes
+from halfserve.export.conversion_settings import PipelineSettings
 from halfserve.export.conversion_targets import FileTarget, RepositoryTarget
 from halfserve.export.export_errors import ExportError
-from halfserve.export.file_conversion import SearchFailed, Verification, convert, convert_verified
+from halfserve.export.file_conversion import SearchFailed, convert, convert_verified
 from halfserve.export.onnx_files.model_file import ModelFile, open_model, serialize
 from halfserve.export.repository import recorded_samples
+from halfserve.export.verification.criteria import Verification
 from halfserve.export.verification.remedies import MEANS
 from halfserve.export.verification.samples import Array, SampleSet
 from halfserve.export.verification.simulation import round_every_node
@@ -32,6 +30,7 @@ from tests.export.search.nets import planted
 from tests.export.search.nets import samples as planted_samples
 from tests.export.stored_models import in_one_file, open_session, parse, run_session, sums
 
+QUICK = PipelineSettings(adversarial=False)
 SAMPLES = np.random.default_rng(0).normal(size=(6, 512)).astype(np.float32)
 
 
@@ -76,16 +75,9 @@ def test_what_stays_float32_has_one_name_in_python_and_commands(source: Path, tm
     done = convert(source, tmp_path / "out.onnx", samples={"x": SAMPLES}, keep_fp32_nodes=["add[0]"], keep_fp32_ops=["Mul"])
     reasons = {node.reason for node in done.report.kept}
     assert reasons == {"matches 'add[0]' in keep_fp32_nodes", "Mul is in keep_fp32_ops"}
-    names = {field.name for field in fields(KeptNodes)}
-    options = {parameter.opts[0] for parameter in command_of("convert").params}
-    for function in (convert, convert_file, convert_float_to_float16, export_module, find_fp32_nodes):
-        assert names < inspect.signature(function).parameters.keys()
-    for name in names:
-        option = f"--{name.replace('_', '-')}"
-        assert option in options
-        assert option in {parameter.opts[0] for parameter in command_of("export").params}
+    for name in ("keep_fp32_nodes", "keep_fp32_ops"):
         assert name in MEANS
-        assert option in MEANS
+        assert f"--{name.replace('_', '-')}" in MEANS
 
 
 def test_convert_writes_nothing_over_budget(source: Path, tmp_path: Path) -> None:
@@ -99,8 +91,8 @@ def test_each_step_is_told(source: Path, tmp_path: Path) -> None:
     done = convert_verified(
         source,
         FileTarget(path=tmp_path / "out.onnx"),
-        options=ConversionOptions(),
-        verification=Verification(samples=samples, budget=Budget(), adversarial=False),
+        QUICK,
+        Verification(samples=samples, budget=Budget()),
         progress=told.append,
     )
     assert told == ["reading the model", "converting to float16", "asking ONNX Runtime for the placement", "verifying"]
@@ -111,15 +103,9 @@ def test_each_step_is_told(source: Path, tmp_path: Path) -> None:
 
 def test_a_difference_that_the_float32_model_has_already_is_no_question_of_precision(source: Path, tmp_path: Path) -> None:
     reference = Sums(onnx.load(source), 1.0).eval()
-    verification = Verification(samples=samples, budget=Budget(), reference=reference, adversarial=False)
+    verification = Verification(samples=samples, budget=Budget(), reference=reference)
     with pytest.raises(SearchFailed, match="no choice of nodes can meet the budget: even with all 3 in float32") as caught:
-        convert_verified(
-            source,
-            FileTarget(path=tmp_path / "out.onnx"),
-            options=ConversionOptions(),
-            verification=verification,
-            progress=lambda _: None,
-        )
+        convert_verified(source, FileTarget(path=tmp_path / "out.onnx"), QUICK, verification, progress=lambda _: None)
     assert "the float32 ONNX model itself is over budget beside the reference: output 'y': max error" in str(caught.value)
     assert (caught.value.search.passed, caught.value.search.runs) == (False, 2)
     assert "keep sensitive layers" not in str(caught.value)
@@ -131,7 +117,7 @@ def test_the_search_asks_for_headroom_too(source: Path, tmp_path: Path) -> None:
     verification = Verification(samples=samples, budget=Budget(min_headroom=1e9))
     target = FileTarget(path=tmp_path / "out.onnx")
     with pytest.raises(SearchFailed, match=r"even with all 3 in float32: headroom 64 \(least 1e\+09\)"):
-        convert_verified(source, target, options=ConversionOptions(), verification=verification, progress=lambda _: None)
+        convert_verified(source, target, PipelineSettings(), verification, progress=lambda _: None)
 
 
 @pytest.mark.long
@@ -147,8 +133,8 @@ def test_an_interrupted_search_writes_the_best_model_so_far(tmp_path: Path) -> N
     done = convert_verified(
         tmp_path / "in.onnx",
         FileTarget(path=tmp_path / "out.onnx"),
-        options=ConversionOptions(repair=False),
-        verification=Verification(samples=lambda _: SampleSet(inputs=planted_samples()), budget=Budget(), adversarial=False),
+        replace(QUICK, repair=False),
+        Verification(samples=lambda _: SampleSet(inputs=planted_samples()), budget=Budget()),
         progress=progress,
     )
     assert told[-3:] == ["converting to float16", "asking ONNX Runtime for the placement", "verifying"]
@@ -167,9 +153,7 @@ def test_what_compares_nothing_is_neither_written_nor_searched(tmp_path: Path) -
     verification = Verification(samples=lambda _: SampleSet(inputs=[np.ones(4, np.float32)]), budget=Budget())
     target = FileTarget(path=tmp_path / "out.onnx")
     with pytest.raises(BudgetExceeded, match="no output holds a number that was compared, so nothing is proved") as caught:
-        convert_verified(
-            tmp_path / "in.onnx", target, options=ConversionOptions(), verification=verification, progress=lambda _: None
-        )
+        convert_verified(tmp_path / "in.onnx", target, PipelineSettings(), verification, progress=lambda _: None)
     assert not isinstance(caught.value, SearchFailed)
     assert not target.path.exists()
 
@@ -178,13 +162,12 @@ def test_what_compares_nothing_is_neither_written_nor_searched(tmp_path: Path) -
 @pytest.mark.parametrize(("offset", "passes"), [(0.0, True), (1.0, False)])
 def test_another_reference_may_be_given(offset: float, passes: bool, source: Path, tmp_path: Path) -> None:
     reference = Sums(onnx.load(source), offset).eval()
-    verification = Verification(samples=samples, budget=Budget(), reference=reference, adversarial=False, search=False)
+    verification = Verification(samples=samples, budget=Budget(), reference=reference)
     target = RepositoryTarget(repository=tmp_path / "models", name="m")
 
     def run() -> Path:
-        return convert_verified(
-            source, target, options=ConversionOptions(), verification=verification, progress=list[str]().append
-        ).path
+        settings = replace(QUICK, search=False)
+        return convert_verified(source, target, settings, verification, progress=list[str]().append).path
 
     if passes:
         assert run() == tmp_path / "models" / "m" / "1"
@@ -195,27 +178,22 @@ def test_another_reference_may_be_given(offset: float, passes: bool, source: Pat
 
 
 def test_labels_reach_the_certificate(source: Path, tmp_path: Path) -> None:
-    verification = Verification(samples=samples, budget=Budget(), labels=np.zeros(6, np.int64), adversarial=False)
-    done = convert_verified(
-        source,
-        FileTarget(path=tmp_path / "out.onnx"),
-        options=ConversionOptions(),
-        verification=verification,
-        progress=list[str]().append,
-    )
+    verification = Verification(samples=samples, budget=Budget(), labels=np.zeros(6, np.int64))
+    target = FileTarget(path=tmp_path / "out.onnx")
+    done = convert_verified(source, target, QUICK, verification, progress=list[str]().append)
     assert done.certificate is not None
     assert done.certificate.accuracy is not None
 
 
 def test_a_model_over_budget_leaves_what_was_there(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out.onnx").write_bytes(b"before")
-    verification = Verification(samples=samples, budget=Budget(max_abs_error=0.0), adversarial=False, search=False)
+    verification = Verification(samples=samples, budget=Budget(max_abs_error=0.0))
     with pytest.raises(BudgetExceeded):
         convert_verified(
             source,
             FileTarget(path=tmp_path / "out.onnx", overwrite=True),
-            options=ConversionOptions(keep_io_types=False),
-            verification=verification,
+            replace(QUICK, keep_io_types=False, search=False),
+            verification,
             progress=list[str]().append,
         )
     assert (tmp_path / "out.onnx").read_bytes() == b"before"
@@ -225,14 +203,14 @@ def test_a_model_over_budget_leaves_what_was_there(source: Path, tmp_path: Path)
 def test_a_repository_takes_no_model_without_a_certificate(source: Path, tmp_path: Path) -> None:
     target = RepositoryTarget(repository=tmp_path / "models", name="m")
     with pytest.raises(ExportError, match="a version in a repository needs a certificate"):
-        convert_verified(source, target, options=ConversionOptions(), verification=None, progress=list[str]().append)
+        convert_verified(source, target, PipelineSettings(), None, progress=list[str]().append)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.onnx"]
 
 
 def test_samples_with_their_float32_answers_travel_with_a_version(source: Path, tmp_path: Path) -> None:
     target = RepositoryTarget(repository=tmp_path / "models", name="m")
-    verification = Verification(samples=samples, budget=Budget(), adversarial=False)
-    done = convert_verified(source, target, options=ConversionOptions(), verification=verification, progress=list[str]().append)
+    verification = Verification(samples=samples, budget=Budget())
+    done = convert_verified(source, target, QUICK, verification, progress=list[str]().append)
     assert done.certificate is not None
     content = (done.path / "samples.npz").read_bytes()
     assert done.certificate.files == {"samples.npz": hashlib.sha256(content).hexdigest()}
@@ -260,8 +238,8 @@ def test_what_cannot_be_placed_is_written_all_the_same(tmp_path: Path) -> None:
     done = convert_verified(
         source,
         FileTarget(path=tmp_path / "out.onnx"),
-        options=ConversionOptions(),
-        verification=None,
+        PipelineSettings(),
+        None,
         progress=list[str]().append,
     )
     assert isinstance(done.placement, str)
@@ -274,9 +252,9 @@ def test_nodes_that_cuda_leaves_to_the_cpu_are_reported_for_bfloat16_too(
 ) -> None:
     model = parse("g (float[n,4] x) => (float[n,4] y) { a = MatMul (x, w) y = Tan (a) }", w=np.eye(4))
     target = FileTarget(path=tmp_path / "out.onnx")
-    options = ConversionOptions(dtype="bfloat16")
+    settings = PipelineSettings(dtype="bfloat16")
     place = in_one_file(model, tmp_path / "tan.onnx")
-    done = convert_verified(place, target, options=options, verification=None, progress=lambda _: None)
+    done = convert_verified(place, target, settings, None, progress=lambda _: None)
     (warning,) = done.cuda
     assert (warning.node, warning.kind) == ("y", "on the CPU")
     print_conversion(done)
@@ -291,9 +269,9 @@ def test_an_error_names_the_place_that_was_given(source: Path, tmp_path: Path, k
 
     target = FileTarget(path=tmp_path / "out.onnx") if kind == "file" else RepositoryTarget(repository=tmp_path / "r", name="m")
     place = tmp_path / "out.onnx" if kind == "file" else tmp_path / "r" / "m" / "model.onnx"
-    verification = Verification(samples=samples, budget=Budget(), adversarial=False)
+    verification = Verification(samples=samples, budget=Budget())
     with pytest.raises(ExportError, match=f"{re.escape(str(place))}: No such file") as caught:
-        convert_verified(source, target, options=ConversionOptions(), verification=verification, progress=taken_away)
+        convert_verified(source, target, QUICK, verification, progress=taken_away)
     assert "/." not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["in.onnx"]
 

@@ -9,7 +9,7 @@ from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement, Runtime
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_loading import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
 from tests.models import save_echo_types, save_mlp, save_picky, save_unbatched
 from tests.serve.running_server import RunningServer, running_server

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 import onnx_ir
 
 from halfserve.export.half_types import FP16
-from halfserve.export.onnx_fp16.conversion_settings import keep_reason
 from halfserve.export.onnx_fp16.element_types import LAST_RAISED, first_opset_with_half
 from halfserve.export.onnx_fp16.graph import (
     ELEMENTWISE,
@@ -25,6 +24,7 @@ from halfserve.export.onnx_fp16.graph import (
     is_float,
     operators,
 )
+from halfserve.export.onnx_fp16.named_nodes import keep_reason
 from halfserve.export.onnx_fp16.planning.exact_arithmetic import keep_exact
 from halfserve.export.onnx_fp16.planning.long_sums import keep_long_sums
 from halfserve.export.onnx_fp16.planning.plan import KEEP, CastingPlan

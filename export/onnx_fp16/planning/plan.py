@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir
 
+from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.half_types import HALF_BY_ELEM_TYPE, HalfType
-from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.element_types import Formal, Signature, signature_of, type_text
 from halfserve.export.onnx_fp16.graph import (
     FLOAT,

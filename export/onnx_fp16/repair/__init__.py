@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import onnx_ir
 
+from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_fp16.conversion_report import Repair
-from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.repair.cuda_forms import SPELL_OUT_CLIP, SPELL_OUT_MAX_POOL
 from halfserve.export.onnx_fp16.repair.edits import RepairPass
 from halfserve.export.onnx_fp16.repair.exponentials import (

@@ -1,14 +1,12 @@
 """Crash probe: finds out whether a model crashes the process that loads it.
 
 Some models crash a runtime, such as ONNX Runtime in its graph optimizer. A child process loads and runs each model first, at
-the highest optimization level, and after a crash at lower ones. Verdicts are cached in the user's cache folder, so that the
-next start does not try again.
+the highest optimization level, and after a crash at lower ones. Verdicts are remembered.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -16,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,11 +24,10 @@ from typing import Any, NoReturn
 
 import onnxruntime as ort
 
-from halfserve.serve.backends.cpu_trials import ResultCache
 from halfserve.serve.backends.onnx_runtime.session_settings import OPTIMIZATION_LEVEL, OptimizationLevel, SessionSettings, stamp
 from halfserve.serve.engine.background_threads import pause
-from halfserve.serve.engine.disk_files import open_regular
 from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.trials.decisions import Decision, Decisions, Trial, decision_key
 
 CHILD = Path(__file__).with_name("probe_child.py")
 # -P keeps modules beside the program from hiding others.
@@ -143,7 +140,6 @@ def _name(code: int) -> str:
         return f"code {code & 0xFFFFFFFF:#x}"
 
 
-READ_BYTES = 1 << 20
 logger = logging.getLogger(__name__)
 
 LIMIT_S = 60.0  # seconds for one trial
@@ -152,42 +148,31 @@ LIMIT_S = 60.0  # seconds for one trial
 IDLE_S, LIGHT_IDLE_S = 2.0, 60.0
 
 
-def default_folder() -> Path | None:
-    """Return the folder of verdicts below $XDG_CACHE_HOME or ~/.cache; None for a user without a home, as in containers."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "halfserve" / "crash_verdicts"
-    except RuntimeError:
-        return None
-
-
-def verdict_key(path: Path, circumstances: Iterable[str]) -> str:
-    """Return a digest of the model file and the conditions of the trial (runtime version, provider, settings)."""
-    digest = hashlib.blake2b(digest_size=20)
-    for circumstance in circumstances:
-        digest.update(circumstance.encode() + b"\0")
-    with open_regular(path) as file:
-        while block := file.read(READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 @dataclass(frozen=True)
-class CrashVerdict:
-    level: OptimizationLevel | None  # the first level that did not crash; None if all did
-    crashes: dict[str, str]  # signal by level, such as "SIGSEGV"
+class CrashVerdict(Decision):
+    """Which optimization levels crash the process.
 
+    Attributes:
+        level: the first level that did not crash; None if all did.
+        crashes: signal by level, such as "SIGSEGV".
+    """
 
-class CrashVerdictCache(ResultCache[CrashVerdict]):
-    def from_json(self, known: Any) -> CrashVerdict:
+    level: OptimizationLevel | None
+    crashes: dict[str, str]
+
+    FOLDER = "crash_verdicts"
+
+    @classmethod
+    def from_json(cls, known: Any) -> CrashVerdict:
         level = None if known["level"] is None else OptimizationLevel[known["level"].upper()]
-        return CrashVerdict(level, {str(name): str(signal) for name, signal in known["crashes"].items()})
+        return cls(level, {str(name): str(signal) for name, signal in known["crashes"].items()})
 
-    def to_json(self, result: CrashVerdict) -> Any:
-        return {"level": None if result.level is None else result.level.label, "crashes": result.crashes}
+    def to_json(self) -> Any:
+        return {"level": None if self.level is None else self.level.label, "crashes": self.crashes}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadTrial:
+class ProbedLoad:
     """A model and the conditions under which a runtime is to load it."""
 
     path: Path  # the original model file
@@ -208,14 +193,14 @@ class LoadTrial:
         request = dict(self.request)
         if "providers" in request:
             request["providers"] = [(name, _without_device(options)) for name, options in request["providers"]]
-        return verdict_key(self.path, [version("halfserve"), *self.circumstances, repr(sorted(request.items()))])
+        return decision_key(self.path, [version("halfserve"), *self.circumstances, repr(sorted(request.items()))])
 
 
 def _without_device(options: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in options.items() if key != "device_id"}
 
 
-def onnx_trial(path: Path, providers: list[tuple[str, dict[str, str]]], settings: SessionSettings) -> LoadTrial:
+def onnx_trial(path: Path, providers: list[tuple[str, dict[str, str]]], settings: SessionSettings) -> ProbedLoad:
     """Return a trial with ONNX Runtime; `providers` has their names and options."""
     request = {
         "providers": providers,
@@ -225,30 +210,30 @@ def onnx_trial(path: Path, providers: list[tuple[str, dict[str, str]]], settings
         "memory_pattern": settings.memory_pattern,
         "operator_libraries": settings.operator_libraries,
     }
-    return LoadTrial(path=path, request=request, circumstances=[ort.__version__, *map(stamp, settings.operator_libraries)])
+    return ProbedLoad(path=path, request=request, circumstances=[ort.__version__, *map(stamp, settings.operator_libraries)])
 
 
 class CrashProbe:
     """Runs trials, one at a time; thread-safe."""
 
     def __init__(
-        self, verdicts: CrashVerdictCache, *, start: Callable[[], ProbeProcess] = ProbeProcess, limit_s: float = LIMIT_S
+        self, decisions: Decisions, *, start: Callable[[], ProbeProcess] = ProbeProcess, limit_s: float = LIMIT_S
     ) -> None:
-        self._verdicts = verdicts
+        self._decisions = decisions
         self._start = start
         self._limit_s = limit_s
         self._lock = threading.Lock()
         self._process: ProbeProcess | None = None
         self._idle: threading.Timer | None = None
 
-    def expect(self, trial: LoadTrial) -> None:
+    def expect(self, trial: ProbedLoad) -> None:
         """Start the child, because `safe_level` will be called soon."""
-        if self._verdicts.find(trial.key) is None:
+        if self._decisions.find(CrashVerdict, trial.key) is None:
             with self._lock, suppress(OSError):  # `safe_level` reports the error
                 self._running()
                 self._rest()
 
-    def safe_level(self, trial: LoadTrial, source: str | bytes) -> OptimizationLevel:
+    def safe_level(self, trial: ProbedLoad, source: str | bytes) -> OptimizationLevel:
         """Return the highest level at which the model does not crash ONNX Runtime; a reduced level is logged as a warning.
 
         `source` is the model's bytes, or the path of its file. Raises ModelLoadError: the model crashes at every level.
@@ -269,19 +254,9 @@ class CrashProbe:
             )
         return verdict.level
 
-    def verdict(self, trial: LoadTrial, source: str | bytes) -> CrashVerdict | None:
-        """Return the result of a trial, from the cache if it is known; None if the model could not be tried, with a warning."""
-        key = trial.key
-        verdict = self._verdicts.find(key)
-        if verdict is None:
-            try:
-                verdict = self._tried(trial, source)
-            except (TrialEndedError, OSError) as error:
-                logger.warning("%s: could not be tried out in a process of its own: %s", trial.path, error)
-                return None
-            pause()
-            self._verdicts.keep(key, verdict)
-        return verdict
+    def verdict(self, trial: ProbedLoad, source: str | bytes) -> CrashVerdict | None:
+        """Return the verdict on a model, remembered if it is known; None if the model could not be tried, with a warning."""
+        return self._decisions.of(_CrashTrial(self, trial, source))
 
     def close(self) -> None:
         """End the child, if there is one. An idle child also ends by itself."""
@@ -289,14 +264,18 @@ class CrashProbe:
         with self._lock:
             self._end()
 
-    def _tried(self, trial: LoadTrial, source: str | bytes) -> CrashVerdict:
+    def tried(self, trial: ProbedLoad, source: str | bytes) -> CrashVerdict:
+        """Load and run the model in the child, whatever is remembered.
+
+        Raises TrialEndedError, OSError: the model could not be tried.
+        """
         with self._lock:
             try:
                 return self._first_survived(trial, source)
             finally:
                 self._rest()
 
-    def _first_survived(self, trial: LoadTrial, source: str | bytes) -> CrashVerdict:
+    def _first_survived(self, trial: ProbedLoad, source: str | bytes) -> CrashVerdict:
         crashes: dict[str, str] = {}
         model = source if isinstance(source, bytes) else b""
         for level in trial.levels:
@@ -333,3 +312,27 @@ class CrashProbe:
         if self._process is not None:
             self._process.close()
             self._process = None
+
+
+@dataclass(frozen=True)
+class _CrashTrial(Trial[CrashVerdict]):
+    """Whether loading and running a model crashes the process."""
+
+    kind = CrashVerdict
+
+    _probe: CrashProbe
+    _trial: ProbedLoad
+    _source: str | bytes
+
+    @property
+    def key(self) -> str:
+        return self._trial.key
+
+    def decide(self) -> CrashVerdict | None:
+        try:
+            verdict = self._probe.tried(self._trial, self._source)
+        except (TrialEndedError, OSError) as error:
+            logger.warning("%s: could not be tried out in a process of its own: %s", self._trial.path, error)
+            return None
+        pause()
+        return verdict

@@ -9,7 +9,7 @@ from pathlib import Path
 import openvino as ov
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, LoadTrial
+from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, ProbedLoad
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.onnx_runtime.onnx_preparation import BF16_AS_FP16, FP16_AS_BF16, UPCAST, prepared
 from halfserve.serve.backends.onnx_runtime.request_errors import index_ranges
@@ -61,7 +61,7 @@ class OpenVinoRuntime:
     def load_onnx(
         self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig, precision: CpuPrecision
     ) -> OpenVinoBackend:
-        """Load one copy of an ONNX file; see `OnnxOnOpenVino`.
+        """Load one copy of an ONNX file; see `Runtime.load`. The `precision` AUTO means float32.
 
         Nodes of a half-precision type are computed in `precision`, and float32 nodes in float32.
 
@@ -86,7 +86,7 @@ class OpenVinoRuntime:
     ) -> Compilation:
         if self._probe is not None:
             extension = settings.extension or ""
-            trial = LoadTrial(
+            trial = ProbedLoad(
                 path=path,
                 request={"openvino": properties(settings, 1), "extension": extension},
                 circumstances=[ov.__version__, prepared_for, stamp(extension)],
@@ -97,7 +97,7 @@ class OpenVinoRuntime:
         return compiled_with(source, path, settings, placement.threads)
 
 
-def _require_survival(probe: CrashProbe, trial: LoadTrial, source: str | bytes) -> None:
+def _require_survival(probe: CrashProbe, trial: ProbedLoad, source: str | bytes) -> None:
     verdict = probe.verdict(trial, source)
     if verdict is not None and verdict.level is None:
         raise ModelLoadError(

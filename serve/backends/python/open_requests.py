@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Mapping
 
-from halfserve.serve.engine.backend import LaterAnswer
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.results import LaterAnswer
 from halfserve.serve.engine.tensors import Tensors
 
 

@@ -20,10 +20,11 @@ from halfserve.serve.backends.python.process_messages import TEXT_BYTES, Respons
 from halfserve.serve.backends.python.services import CopyServices, Services, log_failure
 from halfserve.serve.backends.python_child.server_access import response_bytes
 from halfserve.serve.backends.python_child.wire import WireTensor
-from halfserve.serve.engine.backend import RESCHEDULE, LaterAnswer, ModelInterface, Outcome, RequestBackend
+from halfserve.serve.engine.backend import RESCHEDULE, ModelInterface, Outcome, RequestBackend
 from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, UnavailableError
 from halfserve.serve.engine.execution.output_backlog import OutputBacklog
 from halfserve.serve.engine.requests import CallingExecution, InferRequest
+from halfserve.serve.engine.results import LaterAnswer
 from halfserve.serve.engine.tensors import LateInputs, Tensors
 
 logger = logging.getLogger(__name__)

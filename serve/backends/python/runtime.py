@@ -24,7 +24,7 @@ from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.disk_files import read_regular_text
 from halfserve.serve.engine.errors import MAX_TEXT, InstanceLostError, ModelLoadError, cut
 from halfserve.serve.engine.model_calls import ModelCalls
-from halfserve.serve.engine.repository.loaded_version import OwnDeclaration, declared_interface
+from halfserve.serve.engine.repository.model_loading import OwnDeclaration, declared_interface
 
 logger = logging.getLogger(__name__)
 

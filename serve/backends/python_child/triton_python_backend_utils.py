@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from halfserve.serve.backends.python_child.log_and_metrics import Logger, Metric, MetricFamily, MetricKind
 from halfserve.serve.backends.python_child.server_access import is_model_ready, load_model, unload_model
@@ -89,20 +88,12 @@ class _Directory:
     path = ""
 
 
-class _HasInputs(Protocol):
-    def inputs(self) -> Sequence[Tensor]: ...
-
-
-class _HasOutputs(Protocol):
-    def output_tensors(self) -> Sequence[Tensor]: ...
-
-
-def get_input_tensor_by_name(inference_request: _HasInputs, name: str) -> Any:
+def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Any:
     """An input of a request; None where it has none of this name."""
     return next((tensor for tensor in inference_request.inputs() if tensor.name() == name), None)
 
 
-def get_output_tensor_by_name(inference_response: _HasOutputs, name: str) -> Any:
+def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Any:
     """An output of a response; None where it has none of this name."""
     return next((tensor for tensor in inference_response.output_tensors() if tensor.name() == name), None)
 

@@ -69,6 +69,9 @@ class DeclaredConfig:
     says_batch_size: bool
 
 
+NOT_DECLARED: Final = DeclaredConfig(message=ModelConfig(), source=Path(), says_batch_size=False)  # of a model without files
+
+
 def read_config(path: Path) -> DeclaredConfig:
     """Parse a config.pbtxt; an absent file is an empty configuration.
 

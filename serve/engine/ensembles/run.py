@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from halfserve.protos.request_parameters import SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START
-from halfserve.serve.engine.batcher import SHUTTING_DOWN
+from halfserve.serve.engine.dispatch.refusals import SHUTTING_DOWN
 from halfserve.serve.engine.ensembles.binding import Binding, ExecutionPlan
 from halfserve.serve.engine.ensembles.bound_step import BoundStep, named
 from halfserve.serve.engine.ensembles.composition import EnsembleComposition

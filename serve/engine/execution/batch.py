@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from halfserve.serve.engine.backend import Backend
 from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, is_device_lost
-from halfserve.serve.engine.execution.assembly import SCRATCH_BYTES, GatheredBatch, assemble, device_inputs, gather
+from halfserve.serve.engine.execution.assembly import GatheredBatch, assemble, gather
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance, dependent_output
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
 from halfserve.serve.engine.model_statistics import BatchTimes
@@ -19,7 +18,8 @@ from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.padding.ragged import Ragged
 from halfserve.serve.engine.precision_guard.guard import GuardVerdict, PrecisionGuard
 from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest, RemarkedAnswer
-from halfserve.serve.engine.tensors import RawInputs, Tensors
+from halfserve.serve.engine.results import Answered, Failed
+from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -72,31 +72,6 @@ def _are_same(ones: Tensors, others: Tensors) -> bool:
     return all(np.array_equal(array, others[name]) for name, array in ones.items())
 
 
-class Answered:
-    """Requests that were computed together.
-
-    Attributes:
-        requests: requests in order of arrival.
-        answers: one answer per request.
-        times: times at which the batch passed each stage.
-    """
-
-    __slots__ = ("answers", "requests", "times")
-
-    def __init__(self, requests: list[InferRequest], answers: list[Tensors], times: BatchTimes) -> None:
-        self.requests = requests
-        self.answers = answers
-        self.times = times
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A request that could not be computed, not even alone."""
-
-    request: InferRequest
-    error: InferenceError
-
-
 def run_batch(
     backend: Backend,
     requests: list[InferRequest],
@@ -139,68 +114,6 @@ def run_batch(
     return _isolate(together, requests, invariance, one_is_bad=False)
 
 
-def run_one(
-    backend: Backend,
-    request: InferRequest,
-    guard: PrecisionGuard | None,
-    memory: MemoryLimit,
-    invariance: BatchInvariance | None,
-) -> list[Answered | Failed]:
-    """Run a request alone, without padding: what `run_batch` does with it, in one piece.
-
-    Raises:
-        InstanceLostError: this copy of the model is broken; the request has no answer.
-    """
-    requests, rows = [request], request.rows
-    try:
-        started = time.monotonic_ns()
-        inputs = _inputs_of_one(backend, request)
-        assembled = time.monotonic_ns()
-        if memory.rows is not None or rows > memory.fitted:
-            outputs = memory.run(backend, inputs, rows)
-        else:
-            try:
-                outputs = backend.run(inputs)
-            except Exception as error:  # noqa: BLE001  (raised again unless memory ran out)
-                outputs = memory.run_again(backend, inputs, rows, error)
-        computed = time.monotonic_ns()
-        has_rows = True
-        for array in outputs.values():
-            if not array.ndim or len(array) != rows:
-                has_rows = False
-        if not has_rows and invariance is not None:
-            invariance.look(outputs, rows)
-            if not invariance.is_safe:
-                return run_batch(backend, requests, guard, memory=memory, invariance=invariance)
-        verdict = None if guard is None else guard.after(requests, inputs, outputs)
-        if verdict is not None:
-            outputs = verdict.outputs
-        if has_rows and verdict is None:
-            answers: list[Tensors] = [Answer(BatchOutputs(outputs), request.outputs, 0, rows)]
-        else:
-            answers = _take_apart(outputs, requests, rows)
-        times = BatchTimes(started=started, assembled=assembled, computed=computed, split=time.monotonic_ns())
-        return [Answered(requests, answers, times)] if verdict is None else _judged(verdict, requests, answers, times)
-    except Exception as error:  # noqa: BLE001  (any failure is the request's result)
-        return [_failed(request, error)]
-
-
-def _inputs_of_one(backend: Backend, request: InferRequest) -> Tensors:
-    """Return the inputs of a request that is computed alone; see `assemble`."""
-    given = request.inputs
-    views = given.small_arrays(SCRATCH_BYTES) if type(given) is RawInputs else None
-    if views is None:
-        on_device = device_inputs(backend, [request], request.rows)
-        if on_device is not None:
-            return on_device
-        return {name: assemble([request], name, backend.compute_dtype(name), request.rows) for name in given}
-    for name, view in views.items():
-        dtype, is_aligned = backend.compute_dtype(name), view.flags.aligned
-        if view.dtype is not dtype or not is_aligned:  # runtimes may not take unaligned pointers
-            views[name] = view.astype(dtype, copy=not is_aligned)
-    return views
-
-
 def _isolate(
     together: Callable[[list[InferRequest]], list[Answered | Failed]],
     requests: list[InferRequest],
@@ -216,7 +129,7 @@ def _isolate(
             return together(requests)
         except Exception as error:
             if len(requests) == 1:
-                return [_failed(requests[0], error)]
+                return [failed(requests[0], error)]
             if is_device_lost(error):
                 raise InstanceLostError(str(error)) from error
     middle = len(requests) // 2
@@ -226,7 +139,7 @@ def _isolate(
     return left + _isolate(together, requests[middle:], invariance, one_is_bad=left_is_good)
 
 
-def _failed(request: InferRequest, error: Exception) -> Failed:
+def failed(request: InferRequest, error: Exception) -> Failed:
     """Return the result of a request that ended with `error` when it was computed alone.
 
     Raises:
@@ -276,11 +189,11 @@ def _run_together(
     if verdict is not None:
         outputs = verdict.outputs
     if padding is None or not length:
-        answers = _take_apart(outputs, requests, rows)
+        answers = take_apart(outputs, requests, rows)
     else:
         answers = padding.answers(outputs, requests, rows, length)
     times = BatchTimes(started=gathered.started, assembled=assembled, computed=computed, split=time.monotonic_ns())
-    return [Answered(requests, answers, times)] if verdict is None else _judged(verdict, requests, answers, times)
+    return [Answered(requests, answers, times)] if verdict is None else judged(verdict, requests, answers, times)
 
 
 def _run_ragged(
@@ -296,7 +209,7 @@ def _run_ragged(
     return [Answered(requests, answers, times)]
 
 
-def _judged(
+def judged(
     verdict: GuardVerdict, requests: list[InferRequest], answers: list[Tensors], times: BatchTimes
 ) -> list[Answered | Failed]:
     """Return the results of a batch that the guard changes."""
@@ -313,7 +226,7 @@ def _remarked(request: InferRequest, answer: Tensors) -> Tensors:
     return answer if parameters is None else RemarkedAnswer(answer, parameters)
 
 
-def _take_apart(outputs: Tensors, requests: list[InferRequest], rows: int) -> list[Tensors]:
+def take_apart(outputs: Tensors, requests: list[InferRequest], rows: int) -> list[Tensors]:
     if len(requests) == 1 and rows == requests[0].rows:
         request = requests[0]
         if any(not array.ndim or len(array) != rows for array in outputs.values()):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from halfserve.serve.engine.errors import BackendError
-from halfserve.serve.engine.execution.batch import Answered, Failed
+from halfserve.serve.engine.results import Answered, Failed
 
 logger = logging.getLogger(__name__)
 

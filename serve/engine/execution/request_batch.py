@@ -5,36 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from halfserve.serve.engine.backend import LaterAnswer, Outcome, RequestBackend, Reschedule
+from halfserve.serve.engine.backend import Outcome, RequestBackend, Reschedule
 from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, OutOfMemoryError, is_out_of_memory
-from halfserve.serve.engine.execution.batch import Answered, Failed
 from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.results import Answered, Failed, LaterAnswer, PendingAnswers, Rescheduled
 from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PendingAnswers:
-    """Requests whose responses come later.
-
-    Attributes:
-        later: requests with the answers to wait for; requests that are not listed end by themselves.
-        times: times at which the batch passed each stage.
-    """
-
-    later: list[tuple[InferRequest, LaterAnswer]]
-    times: BatchTimes
-
-
-@dataclass(frozen=True)
-class Rescheduled:
-    """Requests that their model wants once more."""
-
-    requests: list[InferRequest]
 
 
 def run_requests(

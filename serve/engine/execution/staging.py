@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from halfserve.serve.engine.background_threads import Worker
 from halfserve.serve.engine.execution.assembly import BatchBuffers, GatheredBatch, use_buffers
+from halfserve.serve.engine.execution.batch_runner import PreparedBatch
 from halfserve.serve.engine.requests import InferRequest
 
 logger = logging.getLogger(__name__)
@@ -22,41 +23,45 @@ logger = logging.getLogger(__name__)
 STAGED_BYTES: Final = 1 << 20
 
 
-class StagedBatch:
-    """A batch that is gathered before its turn, unless its turn comes first."""
+class StagedBatch(PreparedBatch):
+    """A batch that is gathered before its turn, unless its turn comes first.
 
-    __slots__ = ("_begun", "_buffers", "_ended", "_gather", "_gathered")
+    Attributes:
+        buffers: the buffers in which it is gathered.
+        gathered: the gathered batch, after `take`; None if the caller of `take` has to gather it.
+    """
+
+    __slots__ = ("_begun", "_ended", "_gather", "buffers", "gathered")
 
     def __init__(self, buffers: BatchBuffers, gather: Callable[[], GatheredBatch]) -> None:
         """`gather` joins the batch in the calling thread's buffers, which will be `buffers`."""
-        self._buffers = buffers
+        self.buffers = buffers
         self._gather = gather
         self._begun = threading.Lock()  # taken by the first of the two threads
         self._ended = threading.Lock()  # released when the batch is gathered
         self._ended.acquire()
-        self._gathered: GatheredBatch | None = None
+        self.gathered: GatheredBatch | None = None
 
     def stage(self) -> None:
         """Gather the batch, unless its turn has come; to be called on the staging thread."""
         if not self._begun.acquire(blocking=False):
             return
-        use_buffers(self._buffers)
+        use_buffers(self.buffers)
         try:
-            self._gathered = self._gather()
+            self.gathered = self._gather()
         except Exception as error:  # noqa: BLE001  (the instance's thread meets it again, and finds the request at fault)
             logger.debug("a batch was not gathered before its turn: %s", error)
         finally:
             self._ended.release()
 
-    def take(self) -> GatheredBatch | None:
-        """Return the batch once it is gathered; None if the caller has to gather it. To be called once, at the batch's turn."""
+    def take(self) -> None:
+        """Wait until the batch is gathered, if that has begun; to be called once, at the batch's turn."""
         started = time.monotonic_ns()
         if self._begun.acquire(blocking=False):
-            return None
+            return
         self._ended.acquire()
-        if self._gathered is not None:
-            self._gathered.started = started
-        return self._gathered
+        if self.gathered is not None:
+            self.gathered.started = started
 
 
 class Staging:

@@ -3,14 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from halfserve.serve.engine.errors import BackendError
-from halfserve.serve.engine.padding.padding_rule import PaddedInput, PaddingSettings
 from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors
 
 MAX_BUCKETS: Final = 4096  # limits the memory that clients with varying shapes can take
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedInput:
+    """An input that may be padded.
+
+    Attributes:
+        name: name of the input.
+        axes: axes that are as long as the request; 0 is the batch dimension.
+        value: value of the padding.
+    """
+
+    name: str
+    axes: tuple[int, ...]
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddingRule:
+    """The rule that `halfserve.padding` contains. All axes in it have the same size in one request, which is its length.
+
+    Attributes:
+        inputs: padded inputs, in the order of the text.
+        cut: (output, axis) pairs whose axes are as long as the request, where answers are cut.
+    """
+
+    inputs: tuple[PaddedInput, ...]
+    cut: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddingSettings:
+    """The padding of a model's requests.
+
+    Attributes:
+        rule: names the axes and values.
+        buckets: lengths that requests are padded to, in rising order; if empty, they are padded to the longest of their batch.
+        max_tokens: most rows times padded length in a batch; None for any.
+        longest: greatest length that requests are padded to; longer requests keep theirs. None for any.
+    """
+
+    rule: PaddingRule
+    buckets: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    longest: int | None = None
 
 
 class RequestLength:

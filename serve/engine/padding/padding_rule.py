@@ -1,15 +1,15 @@
-"""The padding of a model's requests: which axes may be padded, with which values, and whether that fits its interface."""
+"""Reads the padding rule of a model from its configuration, and checks whether the rule fits the model's interface."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from halfserve.serve.engine.backend import ModelInterface
 from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.padding.padding import PaddedInput, PaddingRule
 from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 
 EXPECTED = "expected inputs with axis and value, then outputs, such as 'input_ids[1]=0 attention_mask[1]=0 -> hidden[1]'"
@@ -19,34 +19,6 @@ KEY = "halfserve.padding"
 BUCKETS_KEY = "halfserve.padding_buckets"
 TOKENS_KEY = "halfserve.max_batch_tokens"
 PROVED_KEY = "halfserve.padding_proved"  # reported to clients: the longest length that requests are padded to
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaddedInput:
-    """An input that may be padded.
-
-    Attributes:
-        name: name of the input.
-        axes: axes that are as long as the request; 0 is the batch dimension.
-        value: value of the padding.
-    """
-
-    name: str
-    axes: tuple[int, ...]
-    value: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaddingRule:
-    """The rule that `halfserve.padding` contains. All axes in it have the same size in one request, which is its length.
-
-    Attributes:
-        inputs: padded inputs, in the order of the text.
-        cut: (output, axis) pairs whose axes are as long as the request, where answers are cut.
-    """
-
-    inputs: tuple[PaddedInput, ...]
-    cut: tuple[tuple[str, int], ...] = ()
 
 
 def parse_padding_rule(text: str) -> PaddingRule:
@@ -116,23 +88,6 @@ def whole(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or not int(text):
         raise ValueError("expected a whole number of 1 or more")
     return int(text)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaddingSettings:
-    """The padding of a model's requests.
-
-    Attributes:
-        rule: names the axes and values.
-        buckets: lengths that requests are padded to, in rising order; if empty, they are padded to the longest of their batch.
-        max_tokens: most rows times padded length in a batch; None for any.
-        longest: greatest length that requests are padded to; longer requests keep theirs. None for any.
-    """
-
-    rule: PaddingRule
-    buckets: tuple[int, ...] = ()
-    max_tokens: int | None = None
-    longest: int | None = None
 
 
 def require_fit(rule: PaddingRule, interface: ModelInterface, where: str) -> None:

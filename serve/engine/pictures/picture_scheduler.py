@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from halfserve.serve.engine.batcher import SHUTTING_DOWN
+from halfserve.serve.engine.dispatch.refusals import SHUTTING_DOWN
 from halfserve.serve.engine.errors import InferenceError, UnavailableError
 from halfserve.serve.engine.model import Model, Scheduler
 from halfserve.serve.engine.model_statistics import Statistics

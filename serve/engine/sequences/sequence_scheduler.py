@@ -10,8 +10,9 @@ from itertools import count
 from typing import Final
 
 from halfserve.protos.request_parameters import SEQUENCE_ID, SEQUENCE_START
-from halfserve.serve.engine.batcher import SHUTTING_DOWN, Batcher
+from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.config.sequence_batching import SequencePlan
+from halfserve.serve.engine.dispatch.refusals import SHUTTING_DOWN
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnavailableError
 from halfserve.serve.engine.model import Scheduler
 from halfserve.serve.engine.model_statistics import Statistics

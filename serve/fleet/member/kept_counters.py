@@ -1,24 +1,17 @@
 """Counters of members in files of a folder, where they outlive the member.
 
 A member has a counter file for each version that it serves, whose statistics are exact however it ends, and one file with all
-other counters, some seconds old. Sums over processes (`CounterFolder`) forget a version that is loaded again; a cluster's
-(`LastingCounters`) count everything that a model has answered, including versions that were replaced since.
+other counters, some seconds old. They count everything that a model has answered, including versions that were replaced since.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
-import os
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
-
-from prometheus_client.metrics_core import Metric
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.agent_pb2 import ModelState
@@ -28,7 +21,7 @@ from halfserve.serve.engine.model_statistics import Totals
 from halfserve.serve.fleet.member.counter_file import SUFFIX as FILE_SUFFIX
 from halfserve.serve.fleet.member.counter_file import CounterFile, read_counter_file
 from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, counters_of, with_statistics
-from halfserve.serve.observability.metrics import guard_metrics, model_metrics, sequence_metrics, triton_metrics
+from halfserve.serve.observability.model_metrics import model_metrics
 from halfserve.serve.protocol.rpcs import model_statistics
 from halfserve.serve.transports.listener import LogThrottle
 
@@ -152,82 +145,6 @@ def _counter_files(folder: Path, name: str) -> list[Path]:
     return sorted(folder.glob(f"{name}.*{FILE_SUFFIX}"))
 
 
-class CounterFolder:
-    """Counters in the folder that processes share: those of living members, and those of members that have ended."""
-
-    def __init__(self, folder: Path, own: str) -> None:
-        """Access the counters in a folder; `own` is the name of this member."""
-        self._folder = folder
-        self._own = own
-
-    async def with_ended(
-        self, ask: Callable[[], Awaitable[dict[str, Any]]]
-    ) -> tuple[Collection[Any], Collection[MemberCounters]]:
-        """Answers of the living members, and counters of all others; a member that ends meanwhile is in one of the two.
-
-        Args:
-            ask: asks the other living members, and returns their answers by name.
-        """
-        while True:
-            mark = self.mark()
-            living = await ask()
-            ended = self.of_ended(living)
-            if self.mark() == mark:
-                return living.values(), ended
-
-    def mark(self) -> object:
-        """Marker that changes when `fold` merges ended members; if it is equal, none was merged in between."""
-        try:
-            return (self._folder / f"{DEPARTED}{SUFFIX}").stat().st_ino
-        except FileNotFoundError:
-            return None
-
-    def of_ended(self, living: Collection[str]) -> list[MemberCounters]:
-        """Counters of all members that have ended: those named neither in `living` nor like this member."""
-        with self._locked(fcntl.LOCK_SH):
-            return [left_counters(self._folder, name) for name in self._ended(living)]
-
-    def fold(self, living: Collection[str]) -> None:
-        """Merge the counters of all ended members into one file."""
-        with self._locked(fcntl.LOCK_EX):
-            ended = self._ended(living)
-            if ended in ([], [DEPARTED]):
-                return
-            total = MemberCounters()
-            for name in ended:
-                total.add(left_counters(self._folder, name))
-            total.write(self._folder / f"{DEPARTED}{SUFFIX}")
-            for name in ended:
-                self._remove(name, whole=name != DEPARTED)
-
-    def forget_model(self, model: str, version: int, living: Collection[str]) -> None:
-        """Remove a version's counters from those of ended members, because it was reloaded or is no longer served."""
-        with self._locked(fcntl.LOCK_EX):
-            for name in self._ended(living):
-                counters = left_counters(self._folder, name)
-                counters.forget_model(model, str(version))
-                counters.write(self._folder / f"{name}{SUFFIX}")
-                self._remove(name, whole=False)
-
-    def _ended(self, living: Collection[str]) -> list[str]:
-        files = [*self._folder.glob(f"*{SUFFIX}"), *self._folder.glob(f"*{FILE_SUFFIX}")]
-        return sorted({path.name.partition(".")[0] for path in files} - {*living, self._own})
-
-    def _remove(self, name: str, *, whole: bool) -> None:
-        """Remove a member's counter files; with `whole`, all its counters."""
-        for path in _counter_files(self._folder, name) + [self._folder / f"{name}{SUFFIX}"] * whole:
-            path.unlink(missing_ok=True)
-
-    @contextmanager
-    def _locked(self, how: int) -> Iterator[None]:
-        file = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(file, how)  # held for some milliseconds
-            yield
-        finally:
-            os.close(file)
-
-
 class LastingCounters:
     """Counters of a server in a cluster, which never restart while it runs. Lives on the event loop.
 
@@ -310,8 +227,6 @@ def _add_totals(sums: ModelState, totals: Totals) -> None:
 
 
 def _model_counters(model: Model) -> MemberCounters:
-    metrics: Iterable[Metric] = (
-        metric for read in (triton_metrics, model_metrics, guard_metrics, sequence_metrics) for metric in read([model])
-    )
+    metrics = (metric for _, metric in model_metrics([model]))
     statistics = pb.ModelStatisticsResponse(model_stats=[model_statistics(model)])
     return MemberCounters(statistics=statistics, metrics=counters_of(metrics))

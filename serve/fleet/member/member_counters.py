@@ -73,14 +73,6 @@ class MemberCounters:
         add_statistics(self.statistics, [other.statistics], everything=True)
         self.metrics = merge_metrics(self.metrics, [other.metrics], everything=True)
 
-    def forget_model(self, model: str, version: str) -> None:
-        """Remove the counters of one version."""
-        kept = [one for one in self.statistics.model_stats if (one.name, one.version) != (model, version)]
-        del self.statistics.model_stats[:]
-        self.statistics.model_stats.extend(kept)
-        for metric in self.metrics:
-            metric.samples = [one for one in metric.samples if model_of(one.labels) != (model, version)]
-
     def write(self, file: Path) -> None:
         """Write the counters to a file, replacing earlier ones.
 

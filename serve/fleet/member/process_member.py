@@ -1,4 +1,4 @@
-"""One of several server processes: it repeats earlier commands, answers for all, and leaves its counters behind."""
+"""One of several server processes: it repeats earlier commands, and answers for all."""
 
 from __future__ import annotations
 
@@ -13,12 +13,8 @@ from google.protobuf.message import Message
 
 from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.model_statistics import Reading
 from halfserve.serve.engine.resource_limits import available_bytes
-from halfserve.serve.fleet.member.counter_file import CounterFile
 from halfserve.serve.fleet.member.handover import GONE, ConnectionCounts
-from halfserve.serve.fleet.member.kept_counters import CounterFolder, CounterKeeper
 from halfserve.serve.fleet.member.member_counters import MemberCounters
 from halfserve.serve.fleet.member.member_socket import MemberSocket, Siblings
 from halfserve.serve.fleet.member.process_service import Journal, JournalEntry, ProcessService
@@ -49,11 +45,10 @@ class ProcessMember(Membership):
         name = f"{given.place}-{given.restarts}"
         self._socket = MemberSocket(self._folder, name)
         self._siblings = Siblings(self._folder, name)
-        self._left = CounterFolder(self._folder, name)
-        self._counters = CounterKeeper(self._folder, name, core, self._forget, partial(MemberCounters.of, core))
-        self._service = ProcessService(self._siblings, self._left, Journal(self._folder / "commands"))
+        self._service = ProcessService(self._siblings, Journal(self._folder / "commands"))
         self._connections: SharedConnectionLimit | None = None
-        core.figures.readings[Reading.PROCESSES] = lambda: 1  # summed over the members
+        # Summed over the members.
+        core.figures.gauge("halfserve_processes", "Server processes that serve together now", lambda: 1)
 
     def connections(self, most: float, reason: str) -> SharedConnectionLimit:
         """Limit of this member's connections, which distributes them over all members."""
@@ -70,9 +65,7 @@ class ProcessMember(Membership):
         async with journal.turn(MODELS_TURN), journal.turn(SETTINGS_TURN):
             await self._repeat(own, journal, done)
             await self._complete(own, journal)
-            self._left.fold(self._siblings.names())
             await self._socket.listen(own, partial(MemberCounters.of, self._core))
-        self._counters.begin(self._counted)
         service.spread(self._service.layer)
 
     async def all_here(self) -> None:
@@ -88,8 +81,7 @@ class ProcessMember(Membership):
             self._connections.close()
 
     async def leave(self) -> None:
-        """Leave the counters behind, and the members."""
-        await self._counters.end()
+        """Leave the members."""
         await self._siblings.close()
         await self._socket.close()
         if self._link.has_ended:  # otherwise the supervisor removes the folder
@@ -98,14 +90,6 @@ class ProcessMember(Membership):
     @property
     def _speaks(self) -> bool:
         return self._given.place == 1 and not self._given.restarts
-
-    def _forget(self, model: Model, counter_file: CounterFile | None) -> None:
-        if counter_file is not None:
-            counter_file.close()
-        try:
-            self._left.forget_model(model.name, model.version, self._siblings.names())
-        except OSError as error:
-            logger.warning("the counters of processes that have ended cannot be changed: %s", error)
 
     async def _repeat(self, own: Service, journal: Journal, done: set[str]) -> None:
         for entry in journal.entries(done):
@@ -122,10 +106,6 @@ class ProcessMember(Membership):
                 command, request = COMMANDS[entry.path], _request(own, entry)
                 await self._siblings.ask(entry.path, request, command.answer, timeout_s=command.timeout_s)
                 journal.done(entry)
-
-    def _counted(self) -> object:
-        totals = [model.statistics.totals for model in self._core.models()]
-        return sum(one.success.count for one in totals), sum(one.fail.count for one in totals), len(totals)
 
 
 class SharedConnectionLimit(ConnectionLimit):

@@ -24,7 +24,6 @@ from grpc_health.v1 import health_pb2
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import InferenceError, RegionInUseError
-from halfserve.serve.fleet.member.kept_counters import CounterFolder
 from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, merge_metrics
 from halfserve.serve.fleet.member.member_socket import READ_COUNTERS, Siblings, process, raise_first
 from halfserve.serve.fleet.member.shared_rpcs import (
@@ -136,9 +135,8 @@ class ProcessService:
         journal: commands for processes that join later.
     """
 
-    def __init__(self, siblings: Siblings, left: CounterFolder, journal: Journal) -> None:
+    def __init__(self, siblings: Siblings, journal: Journal) -> None:
         self._siblings = siblings
-        self._left = left
         self.journal = journal
         self._tasks: set[asyncio.Task[Any]] = set()
         self._answers: dict[str, Callable[[Method, Any, RpcCall], Awaitable[Any]]] = {
@@ -211,10 +209,8 @@ class ProcessService:
 
     async def _statistics(self, local: Method, request: pb.ModelStatisticsRequest, call: RpcCall) -> pb.ModelStatisticsResponse:
         answer: pb.ModelStatisticsResponse = await local(request, call)
-        living, ended = await self._left.with_ended(
-            partial(self._siblings.query, STATISTICS, request, pb.ModelStatisticsResponse)
-        )
-        add_statistics(answer, [*living, *(one.statistics for one in ended)])
+        others = await self._siblings.query(STATISTICS, request, pb.ModelStatisticsResponse)
+        add_statistics(answer, others.values())
         return answer
 
     async def _index(self, local: Method, request: pb.RepositoryIndexRequest, call: RpcCall) -> pb.RepositoryIndexResponse:
@@ -239,12 +235,9 @@ class ProcessService:
 
     async def _metrics(self, _local: Method, _: Message, call: RpcCall) -> tuple[bytes, str]:
         own = await MemberCounters.of(call.server.core)
-        living, ended = await self._left.with_ended(
-            partial(self._siblings.query, READ_COUNTERS, empty_pb2.Empty(), wrappers_pb2.BytesValue)
-        )
-        others = [*(MemberCounters.from_bytes(one.value) for one in living), *ended]
+        others = await self._siblings.query(READ_COUNTERS, empty_pb2.Empty(), wrappers_pb2.BytesValue)
         texts = MetricTexts()
-        texts.add(merge_metrics(own.metrics, (one.metrics for one in others)))
+        texts.add(merge_metrics(own.metrics, (MemberCounters.from_bytes(one.value).metrics for one in others.values())))
         return texts.joined(), CONTENT_TYPE
 
 

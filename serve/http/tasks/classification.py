@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import numpy as np
 from starlette.requests import Request
@@ -11,15 +11,26 @@ from starlette.responses import Response
 
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.http.error_forms import Fault, InputError
-from halfserve.serve.http.guards import GuardedRoute
+from halfserve.serve.http.routing.error_forms import ErrorForm, Fault, InputError
+from halfserve.serve.http.routing.operations import BodyContent, Component, DescribedAnswer, RestOperation, Tag
+from halfserve.serve.http.routing.route_table import serves
 from halfserve.serve.http.tasks.row_requests import Vector
 from halfserve.serve.http.tasks.text_bodies import Text, flag_field, require_count, shown, truncates
-from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, sigmoid
+from halfserve.serve.http.tasks.text_endpoint import CHOICE, OF_TEI_TEXTS, TextEndpoint, json_rows, sigmoid
 from halfserve.serve.http.tasks.tokenized_models import CLASSIFICATION, labels_of
 from halfserve.serve.protocol.rpc import INFERENCE
 
 RESULT_BYTES = 48  # JSON of one result, without the label
+
+
+class TeiPredictBody(TypedDict):
+    inputs: Annotated[str | list[str | list[Any]], "A text, a pair of texts, or a list of [text] and [text, text]."]
+    raw_scores: NotRequired[bool | None]
+    truncate: NotRequired[bool | None]
+    truncation_direction: NotRequired[str | None]
+
+
+TeiPredictions = Annotated[list[dict[str, Any] | list[Any]], Component("TeiPredictions")]
 
 
 class ClassificationRoutes:
@@ -28,9 +39,23 @@ class ClassificationRoutes:
     def __init__(self, endpoint: TextEndpoint) -> None:
         self._endpoint = endpoint
 
-    def routes(self) -> list[GuardedRoute]:
-        return [GuardedRoute("/predict", self.tei, INFERENCE, method="POST")]
-
+    @serves(
+        "POST",
+        "/predict",
+        INFERENCE,
+        RestOperation(
+            "predict",
+            Tag.TEXT,
+            f"Classes of texts, as text-embeddings-inference's. {CHOICE}",
+            DescribedAnswer(
+                "The classes of the text, or a list of them for each text, the most likely first.",
+                BodyContent(TeiPredictions),
+            ),
+            takes=(BodyContent(TeiPredictBody, {"inputs": "the train is late again"}),),
+            errors=OF_TEI_TEXTS,
+        ),
+        form=ErrorForm.TEI,
+    )
     async def tei(self, request: Request) -> Response:
         """All classes of each text, the most likely first: with scores from 0 to 1, or with `raw_scores` logits."""
         endpoint = self._endpoint

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import numpy as np
 from starlette.requests import Request
@@ -16,8 +16,9 @@ from starlette.responses import Response
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.http.error_forms import InputError
-from halfserve.serve.http.guards import GuardedRoute
+from halfserve.serve.http.routing.error_forms import ErrorForm, InputError
+from halfserve.serve.http.routing.operations import BodyContent, Component, Count, DescribedAnswer, Positive, RestOperation, Tag
+from halfserve.serve.http.routing.route_table import serves
 from halfserve.serve.http.tasks.row_requests import Vector
 from halfserve.serve.http.tasks.text_bodies import (
     flag_field,
@@ -28,7 +29,7 @@ from halfserve.serve.http.tasks.text_bodies import (
     truncates,
     whole_field,
 )
-from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, json_with_rows
+from halfserve.serve.http.tasks.text_endpoint import CHOICE, OF_TEI_TEXTS, OF_TEXTS, TextEndpoint, json_rows, json_with_rows
 from halfserve.serve.http.tasks.tokenized_models import EMBEDDINGS
 from halfserve.serve.protocol.rpc import INFERENCE
 
@@ -39,18 +40,66 @@ JSON_BYTES = 12  # size of a number in JSON
 NO_PROMPT = "write the prompt in front of each text"
 
 
+class EmbeddingBody(TypedDict):
+    model: NotRequired[Annotated[str | None, "May be left out where the server has one such model."]]
+    input: Annotated[
+        str | list[str | int | list[Any]],
+        "A text or texts; or token ids of a text or lists of them, where the model's setting halfserve.token_ids is own; at "
+        "most 2048.",
+    ]
+    encoding_format: NotRequired[Annotated[str | None, "float, or base64 of little-endian float32."]]
+    dimensions: NotRequired[Annotated[Positive | None, "Numbers to keep of each vector, where the model was trained for it."]]
+    user: NotRequired[str]
+
+
+class EmbeddingUsageJson(TypedDict):
+    prompt_tokens: Count
+    total_tokens: Count
+
+
+class EmbeddingJson(TypedDict):
+    object: str
+    index: Count
+    embedding: list[float] | str
+
+
+class EmbeddingResponseJson(TypedDict):
+    object: str
+    model: str
+    usage: EmbeddingUsageJson
+    data: list[EmbeddingJson]
+
+
+class TeiEmbedBody(TypedDict):
+    inputs: Annotated[str | list[str | int | list[Any]], "A text or texts; at most 2048."]
+    normalize: NotRequired[bool | None]
+    truncate: NotRequired[bool | None]
+    truncation_direction: NotRequired[str | None]
+
+
+TeiVectors = Annotated[list[list[float]], Component("TeiVectors")]
+
+
 class EmbeddingRoutes:
     """The routes that answer with embeddings."""
 
     def __init__(self, endpoint: TextEndpoint) -> None:
         self._endpoint = endpoint
 
-    def routes(self) -> list[GuardedRoute]:
-        return [
-            GuardedRoute("/v1/embeddings", self.openai, INFERENCE, method="POST"),
-            GuardedRoute("/embed", self.tei, INFERENCE, method="POST"),
-        ]
-
+    @serves(
+        "POST",
+        "/v1/embeddings",
+        INFERENCE,
+        RestOperation(
+            "createEmbedding",
+            Tag.TEXT,
+            "Embeddings of texts, as OpenAI's",
+            DescribedAnswer("The embeddings, each of length 1.", BodyContent(EmbeddingResponseJson)),
+            takes=(BodyContent(EmbeddingBody, {"model": "encoder", "input": ["the train leaves at seven", "a cat sleeps"]}),),
+            errors=OF_TEXTS,
+        ),
+        form=ErrorForm.OPENAI,
+    )
     async def openai(self, request: Request) -> Response:
         """A vector of length 1 for each input, as numbers or as base64 of little-endian float32."""
         endpoint = self._endpoint
@@ -87,6 +136,20 @@ class EmbeddingRoutes:
 
         return await endpoint.answer(request, JSON_BYTES * sum(map(len, vectors)), write)
 
+    @serves(
+        "POST",
+        "/embed",
+        INFERENCE,
+        RestOperation(
+            "embed",
+            Tag.TEXT,
+            f"Embeddings of texts, as text-embeddings-inference's. {CHOICE}",
+            DescribedAnswer("A vector for each text.", BodyContent(TeiVectors)),
+            takes=(BodyContent(TeiEmbedBody, {"inputs": ["the train leaves at seven"], "truncate": True}),),
+            errors=OF_TEI_TEXTS,
+        ),
+        form=ErrorForm.TEI,
+    )
     async def tei(self, request: Request) -> Response:
         """A list of vectors, of length 1 unless `normalize` is false."""
         endpoint = self._endpoint

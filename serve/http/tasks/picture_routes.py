@@ -9,7 +9,7 @@ import binascii
 from base64 import b64decode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict
 
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
@@ -24,12 +24,22 @@ from halfserve.serve.engine.errors import (
     UnsupportedError,
 )
 from halfserve.serve.engine.model import Model
-from halfserve.serve.http.error_forms import InputError
-from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.infer_route import inference_entry, joined, named, record_refusal
 from halfserve.serve.http.request_body import BodyReader, memory_held
-from halfserve.serve.http.responses import JSON_TYPE
-from halfserve.serve.http.routes import MODEL, VERSION
+from halfserve.serve.http.routing.error_forms import InputError
+from halfserve.serve.http.routing.operations import (
+    BYTES_TYPE,
+    JSON_TYPE,
+    OF_INFERENCE,
+    BodyContent,
+    Component,
+    DescribedAnswer,
+    Keyword,
+    Positive,
+    RestOperation,
+    Tag,
+)
+from halfserve.serve.http.routing.route_table import MODEL, VERSION, serves
 from halfserve.serve.http.tasks.classification import softmax
 from halfserve.serve.http.tasks.row_requests import RowRequests, Vector, time_left_s, vector_of
 from halfserve.serve.http.tasks.text_bodies import Content, read_content, shown, text_field, whole_field
@@ -58,6 +68,37 @@ class AskedPicture:
     function: str | None = None  # name in FUNCTIONS of the function that makes scores; None for the model's own
 
 
+class ClassifyParametersJson(TypedDict):
+    top_k: NotRequired[Annotated[Positive | None, Keyword("default", TOP)]]
+    function_to_apply: NotRequired[Literal["sigmoid", "softmax", "none"] | None]
+
+
+class ClassifyBody(TypedDict):
+    inputs: Annotated[str, "A picture file in base64, or as a data: URL."]
+    parameters: NotRequired[ClassifyParametersJson | None]
+
+
+class PictureClassJson(TypedDict):
+    label: str
+    score: float
+
+
+def _operation(name: str, version: str) -> RestOperation:
+    example = [{"label": "tabby", "score": 0.91}, {"label": "tiger cat", "score": 0.06}]
+    classes = Annotated[list[PictureClassJson], Component("PictureClasses")]
+    return RestOperation(
+        name,
+        Tag.INFERENCE,
+        f"The best classes of a picture, by {version} of a model for image-classification",
+        DescribedAnswer("The best classes, the most likely first.", BodyContent(classes, example)),
+        "The body is a JPEG, PNG or WebP file with any content type but application/json; or JSON with the file in base64, as "
+        "Hugging Face's clients send it. The server scales and cuts the picture by the preprocessing.json that export writes "
+        "beside the model.",
+        takes=(BodyContent(None, media_type=BYTES_TYPE), BodyContent(ClassifyBody)),
+        errors=OF_INFERENCE | {409},
+    )
+
+
 class PictureRoutes:
     """The routes that classify pictures, which they send to the model as they are."""
 
@@ -65,9 +106,8 @@ class PictureRoutes:
         self._service = service
         self._bodies = bodies
 
-    def routes(self) -> list[GuardedRoute]:
-        return [GuardedRoute(f"{path}/classify", self.classify, INFERENCE, method="POST") for path in (MODEL, VERSION)]
-
+    @serves("POST", f"{MODEL}/classify", INFERENCE, _operation("classify", "the latest version"))
+    @serves("POST", f"{VERSION}/classify", INFERENCE, _operation("classifyByVersion", "one version"))
     async def classify(self, request: Request) -> Response:
         """The best classes of a picture: the body is a picture file, or JSON with one in base64. Raises InferenceError: the
         picture is wrong, or the request was refused or failed; ClientDisconnect: the client has gone.

@@ -6,7 +6,8 @@ See https://docs.cohere.com/reference/rerank and https://huggingface.github.io/t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any, NotRequired, TypedDict
 from uuid import uuid4
 
 import numpy as np
@@ -15,8 +16,9 @@ from starlette.responses import Response
 
 from halfserve.serve.engine.errors import BackendError, InferenceError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.http.error_forms import Fault, InputError
-from halfserve.serve.http.guards import GuardedRoute
+from halfserve.serve.http.routing.error_forms import ErrorForm, Fault, InputError
+from halfserve.serve.http.routing.operations import BodyContent, Component, Count, DescribedAnswer, Positive, RestOperation, Tag
+from halfserve.serve.http.routing.route_table import serves
 from halfserve.serve.http.tasks.row_requests import Vector
 from halfserve.serve.http.tasks.text_bodies import (
     flag_field,
@@ -28,11 +30,84 @@ from halfserve.serve.http.tasks.text_bodies import (
     truncates,
     whole_field,
 )
-from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, json_with_rows, sigmoid
+from halfserve.serve.http.tasks.text_endpoint import (
+    CHOICE,
+    OF_TEI_TEXTS,
+    OF_TEXTS,
+    TextEndpoint,
+    json_rows,
+    json_with_rows,
+    sigmoid,
+)
 from halfserve.serve.http.tasks.tokenized_models import RERANK
 from halfserve.serve.protocol.rpc import INFERENCE
 
 RESULT_BYTES = 64  # JSON of one result, without the document
+
+
+EXAMPLE = {"model": "ranker", "query": "when does the train leave?", "documents": ["at seven", "a cat sleeps"]}
+
+
+class CohereRerankBody(TypedDict):
+    model: NotRequired[Annotated[str | None, "May be left out where the server has one such model."]]
+    query: str
+    documents: Annotated[list[str | dict[str, Any]], "Texts, or objects with a text; at most 2048. Long ones are cut."]
+    top_n: NotRequired[Positive | None]
+    return_documents: NotRequired[bool | None]
+
+
+class RerankUsageJson(TypedDict):
+    total_tokens: Count
+
+
+class DocumentJson(TypedDict):
+    text: str
+
+
+class RankedDocumentJson(TypedDict):
+    index: Count
+    relevance_score: float
+    document: NotRequired[DocumentJson]
+
+
+class CohereRerankResponseJson(TypedDict):
+    id: str
+    model: str
+    usage: RerankUsageJson
+    meta: dict[str, Any]
+    results: list[RankedDocumentJson]
+
+
+class TeiRerankBody(TypedDict):
+    query: str
+    texts: list[str]
+    raw_scores: NotRequired[bool | None]
+    return_text: NotRequired[bool | None]
+    truncate: NotRequired[bool | None]
+    truncation_direction: NotRequired[str | None]
+
+
+class RankedTextJson(TypedDict):
+    index: Count
+    score: float
+    text: NotRequired[str]
+
+
+TeiRanks = Annotated[list[RankedTextJson], Component("TeiRanks")]
+RERANK_V2 = RestOperation(
+    "rerankV2",
+    Tag.TEXT,
+    "The same under Cohere's newer path",
+    DescribedAnswer("The most relevant first.", BodyContent(CohereRerankResponseJson)),
+    takes=(BodyContent(CohereRerankBody, EXAMPLE),),
+    errors=OF_TEXTS,
+)
+RERANK_V1 = replace(
+    RERANK_V2,
+    name="rerank",
+    summary="Documents by their relevance for a query, as Cohere's",
+    takes=(BodyContent(CohereRerankBody, EXAMPLE | {"top_n": 1}),),
+)
 
 
 class RerankRoutes:
@@ -41,13 +116,8 @@ class RerankRoutes:
     def __init__(self, endpoint: TextEndpoint) -> None:
         self._endpoint = endpoint
 
-    def routes(self) -> list[GuardedRoute]:
-        return [
-            GuardedRoute("/v1/rerank", self.cohere, INFERENCE, method="POST"),
-            GuardedRoute("/v2/rerank", self.cohere, INFERENCE, method="POST"),
-            GuardedRoute("/rerank", self.tei, INFERENCE, method="POST"),
-        ]
-
+    @serves("POST", "/v1/rerank", INFERENCE, RERANK_V1, form=ErrorForm.COHERE)
+    @serves("POST", "/v2/rerank", INFERENCE, RERANK_V2, form=ErrorForm.COHERE)
     async def cohere(self, request: Request) -> Response:
         """The documents, the most relevant first; long ones are cut."""
         endpoint = self._endpoint
@@ -77,6 +147,20 @@ class RerankRoutes:
 
         return await endpoint.answer(request, _size(documents, most, with_texts=returns_documents), write)
 
+    @serves(
+        "POST",
+        "/rerank",
+        INFERENCE,
+        RestOperation(
+            "teiRerank",
+            Tag.TEXT,
+            f"Texts by their relevance for a query, as text-embeddings-inference's. {CHOICE}",
+            DescribedAnswer("The most relevant first.", BodyContent(TeiRanks)),
+            takes=(BodyContent(TeiRerankBody, {"query": EXAMPLE["query"], "texts": EXAMPLE["documents"]}),),
+            errors=OF_TEI_TEXTS,
+        ),
+        form=ErrorForm.TEI,
+    )
     async def tei(self, request: Request) -> Response:
         """The texts, the most relevant first: scores from 0 to 1, or with `raw_scores` the model's logits."""
         endpoint = self._endpoint

@@ -11,7 +11,7 @@ import orjson
 from numpy.typing import NDArray
 
 from halfserve.serve.engine.errors import InvalidArgumentError
-from halfserve.serve.http.error_forms import Fault, InputError
+from halfserve.serve.http.routing.error_forms import Fault, InputError
 
 # orjson holds the interpreter lock, and an empty list takes it 50 ns: these are read in a few milliseconds.
 MAX_BRACKETS = 32_768

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import orjson
@@ -15,11 +15,11 @@ from starlette.responses import Response
 from halfserve.serve.engine.errors import BackendError, InferenceError, NotFoundError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
-from halfserve.serve.http.error_forms import InputError
 from halfserve.serve.http.http_options import HttpLimits
 from halfserve.serve.http.infer_route import inference_entry, record_refusal
 from halfserve.serve.http.request_body import BodyReader, memory_held
-from halfserve.serve.http.responses import JSON_TYPE
+from halfserve.serve.http.routing.error_forms import InputError
+from halfserve.serve.http.routing.operations import JSON_TYPE, OF_INFERENCE
 from halfserve.serve.http.tasks.row_requests import LEAST_AT_ONCE, RowRequests, Vector, time_left_s, vector_of
 from halfserve.serve.http.tasks.text_bodies import PARSER_TIMES, Content, Text, memory_of_values, read_content, text_field
 from halfserve.serve.http.tasks.tokenized_models import TokenizedModel, TokenizedModels, TokenRow, task_of
@@ -29,6 +29,10 @@ from halfserve.serve.protocol.service import Service
 
 T = TypeVar("T")
 MakeWork = Callable[[TokenizedModel], TokenizerWork[TokenRow]]
+# What the routes' descriptions have in common.
+OF_TEXTS: Final = OF_INFERENCE | {409}
+OF_TEI_TEXTS: Final = OF_TEXTS | {422}
+CHOICE: Final = "The query ?model=NAME names the model where several have the task."
 
 
 class TextEndpoint:

@@ -2,48 +2,102 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from halfserve.serve.engine.errors import InferenceError, NotFoundError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.http.guards import GuardedRoute, client_of
+from halfserve.serve.http.guards import client_of
 from halfserve.serve.http.responses import json_in_pieces, json_response
-from halfserve.serve.http.tasks.classification import ClassificationRoutes
+from halfserve.serve.http.routing.error_forms import ErrorForm
+from halfserve.serve.http.routing.operations import BodyContent, Component, Count, DescribedAnswer, RestOperation, Tag
+from halfserve.serve.http.routing.route_table import serves
 from halfserve.serve.http.tasks.described_tokens import TOGETHER, json_pieces
-from halfserve.serve.http.tasks.embeddings import EmbeddingRoutes
-from halfserve.serve.http.tasks.rerank import RerankRoutes
 from halfserve.serve.http.tasks.text_bodies import MAX_INPUTS, flag_field, one_or_more, refuse_fields
-from halfserve.serve.http.tasks.text_endpoint import TextEndpoint
+from halfserve.serve.http.tasks.text_endpoint import CHOICE, OF_TEI_TEXTS, TextEndpoint
 from halfserve.serve.http.tasks.tokenized_models import EMBEDDINGS, RERANK, TEXT_TASKS, labels_of, task_of
 from halfserve.serve.protocol.rpc import INFERENCE, METADATA
 
 OWNER = "halfserve"
 
 
+class ModelCardJson(TypedDict):
+    id: str
+    object: str
+    created: Count
+    owned_by: str
+
+
+class ModelCardsJson(TypedDict):
+    object: str
+    data: list[ModelCardJson]
+
+
+class TeiInfoJson(TypedDict):
+    model_id: str
+    model_sha: NotRequired[str | None]
+    model_dtype: str
+    model_type: dict[str, Any]
+    max_input_length: Count
+    max_client_batch_size: Count
+    max_batch_requests: NotRequired[int | None]
+    auto_truncate: NotRequired[bool]
+    version: str
+
+
+class TeiTokenizeBody(TypedDict):
+    inputs: Annotated[str | list[str | int | list[Any]], "A text or texts; at most 2048, of at most 65536 tokens together."]
+    add_special_tokens: NotRequired[bool | None]
+
+
+class TokenJson(TypedDict):
+    id: Count
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
+
+
+TeiTokens = Annotated[list[list[TokenJson]], Component("TeiTokens")]
+
+
 class TextRoutes:
-    """The routes of one service."""
+    """The routes about the models that take text, and of their tokens."""
 
     def __init__(self, endpoint: TextEndpoint) -> None:
         self._endpoint = endpoint
 
-    def routes(self) -> list[GuardedRoute]:
-        return [
-            GuardedRoute("/v1/models", self.models, METADATA),
-            GuardedRoute("/v1/models/{model}", self.model, METADATA),
-            GuardedRoute("/info", self.info, METADATA),
-            GuardedRoute("/tokenize", self.tokenize, INFERENCE, method="POST"),
-            *EmbeddingRoutes(self._endpoint).routes(),
-            *RerankRoutes(self._endpoint).routes(),
-            *ClassificationRoutes(self._endpoint).routes(),
-        ]
-
+    @serves(
+        "GET",
+        "/v1/models",
+        METADATA,
+        RestOperation(
+            "listModels",
+            Tag.TEXT,
+            "The models that take text, as OpenAI lists its own",
+            DescribedAnswer("The models.", BodyContent(ModelCardsJson)),
+        ),
+        form=ErrorForm.OPENAI,
+    )
     async def models(self, _: Request) -> Response:
         """The models that take text."""
         return json_response({"object": "list", "data": [_card(name) for name in self._endpoint.names(TEXT_TASKS)]})
 
+    @serves(
+        "GET",
+        "/v1/models/{model}",
+        METADATA,
+        RestOperation(
+            "retrieveModel",
+            Tag.TEXT,
+            "One model that takes text",
+            DescribedAnswer("The model.", BodyContent(ModelCardJson)),
+            errors={404},
+        ),
+        form=ErrorForm.OPENAI,
+    )
     async def model(self, request: Request) -> Response:
         """One of them."""
         name = request.path_params["model"]
@@ -51,6 +105,19 @@ class TextRoutes:
             raise NotFoundError(f"no model {name!r} that takes text is served here; /v1/models lists those that do")
         return json_response(_card(name))
 
+    @serves(
+        "GET",
+        "/info",
+        METADATA,
+        RestOperation(
+            "info",
+            Tag.TEXT,
+            f"The model that takes text, as text-embeddings-inference describes its own. {CHOICE}",
+            DescribedAnswer("The model.", BodyContent(TeiInfoJson)),
+            errors={404, 409, 422, 501},
+        ),
+        form=ErrorForm.TEI,
+    )
     async def info(self, request: Request) -> Response:
         """The only model that takes text, as text-embeddings-inference describes its own."""
         model = self._endpoint.only(request, TEXT_TASKS)
@@ -69,6 +136,20 @@ class TextRoutes:
             }
         )
 
+    @serves(
+        "POST",
+        "/tokenize",
+        INFERENCE,
+        RestOperation(
+            "tokenize",
+            Tag.TEXT,
+            f"The tokens of texts, as text-embeddings-inference's. {CHOICE}",
+            DescribedAnswer("The tokens of each text.", BodyContent(TeiTokens)),
+            takes=(BodyContent(TeiTokenizeBody, {"inputs": ["the train leaves at seven"]}),),
+            errors=OF_TEI_TEXTS,
+        ),
+        form=ErrorForm.TEI,
+    )
     async def tokenize(self, request: Request) -> Response:
         """The tokens of each text, with their places in it."""
         endpoint = self._endpoint

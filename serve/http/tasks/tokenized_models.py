@@ -23,7 +23,7 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.model_repository import require_inside
 from halfserve.serve.engine.tensors import ANY_SIZE
-from halfserve.serve.http.error_forms import Fault, InputError
+from halfserve.serve.http.routing.error_forms import Fault, InputError
 from halfserve.serve.http.tasks.described_tokens import MAX_DESCRIBED, DescribedTokens
 from halfserve.serve.http.tasks.text_bodies import Text, shown
 from halfserve.serve.http.tasks.tokenizing import CHARACTERS_PER_TEXT, R, TokenizerThreads, TokenizerWork

@@ -14,11 +14,11 @@ from halfserve.serve.protocol.inference import Cancel, InferenceEntry
 from halfserve.serve.protocol.inference_stream import ENDS_WITH_ERROR
 from halfserve.serve.protocol.messages import parse
 from halfserve.serve.protocol.rpc import Rpc, RpcCall, layered
-from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service
+from halfserve.serve.protocol.service import INFER_PATH, INFERENCE_PATHS, Service
 from halfserve.serve.protocol.status import status_of
-from halfserve.serve.security.gate import AccessGrant, Gate, client_name
+from halfserve.serve.security.client_limits import network_of
+from halfserve.serve.security.gate import AccessGrant, Gate
 from halfserve.serve.transports.grpc_framing import MessageReader, sole_message, timeout_seconds
-from halfserve.serve.transports.nghttp2.pending_requests import Call
 from halfserve.serve.transports.nghttp2.session import LARGE_BYTES, GrpcSession, OpenCall
 from halfserve.serve.transports.nghttp2.streams import InferStreamCall, StreamCall
 
@@ -124,11 +124,11 @@ class InferCall(_OneMessageCall):
 
     def __init__(
         self,
-        session: GrpcSession,
-        stream: int,
         encoding: bytes | None,
         inference: InferenceEntry,
         time_left_s: float | None,
+        session: GrpcSession,
+        stream: int,
     ) -> None:
         super().__init__(session, stream, encoding)
         self._inference = inference
@@ -237,56 +237,26 @@ class Calls:
         service = self._service if grant is None else grant.service(self._service)
         call = RpcCall(server=service, peer=session.peer, headers=headers, grant=grant)
         encoding = headers.get(b"grpc-encoding")
-        if path == INFER_PATH:
-            return _UnaryInferOpener(service, grant, call, encoding, time_left_s)
-        if path == INFER_STREAM_PATH:
-            return _StreamInferOpener(service, grant, call, encoding, time_left_s)
+        if path in INFERENCE_PATHS:
+            if grant is None:
+                inference: InferenceEntry = service.inference_of(call.peer, headers, "", partial(network_of, call.peer))
+            else:
+                inference = grant.inference_of(service, call)
+            if path == INFER_PATH:  # by position, as this is faster
+                return partial(InferCall, encoding, inference, time_left_s)
+            name, value = ENDS_WITH_ERROR
+            return partial(
+                InferStreamCall,
+                encoding=encoding,
+                inference=inference,
+                time_left_s=time_left_s,
+                ends_with_error=headers.get(name) == value,
+            )
         rpc = self._rpcs.get(path)
         if rpc is None:
             return partial(RefusedCall, error=UnsupportedError(f"{path} is not served here; server reflection lists what is"))
         opens: type[MethodCall | StreamCall] = StreamCall if rpc.is_stream else MethodCall
         return partial(opens, encoding=encoding, rpc=rpc, call=call, time_left_s=time_left_s)
-
-
-class _InferOpener:
-    """Opens inference calls with one list of headers on one connection."""
-
-    __slots__ = ("_call", "_encoding", "_inference", "_time_left_s")
-
-    def __init__(
-        self,
-        service: Service,
-        grant: AccessGrant | None,
-        call: RpcCall,
-        encoding: bytes | None,
-        time_left_s: float | None,
-    ) -> None:
-        """Make the entry for the requests of this caller, with its permissions applied to each."""
-        holder = "" if grant is None else grant.holder
-        whole = service.inference_of(call.peer, call.headers, holder, partial(client_name, grant, call.peer))
-        self._inference: InferenceEntry = whole if grant is None else grant.inference(whole, call.peer)
-        self._call = call
-        self._encoding = encoding
-        self._time_left_s = time_left_s
-
-    def __call__(self, session: GrpcSession, stream: int) -> Call:
-        raise NotImplementedError
-
-
-class _UnaryInferOpener(_InferOpener):
-    __slots__ = ()
-
-    def __call__(self, session: GrpcSession, stream: int) -> Call:
-        return InferCall(session, stream, self._encoding, self._inference, self._time_left_s)
-
-
-class _StreamInferOpener(_InferOpener):
-    __slots__ = ()
-
-    def __call__(self, session: GrpcSession, stream: int) -> Call:
-        name, value = ENDS_WITH_ERROR
-        ends = self._call.headers.get(name) == value
-        return InferStreamCall(session, stream, self._encoding, self._inference, self._time_left_s, ends_with_error=ends)
 
 
 class RefusedCall:

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 from halfserve.amp_core.integrations.lightning import TrainerPrecision
 from halfserve.amp_core.recorder.beside_weights import read_training
 from halfserve.amp_core.weights.file_kinds import WeightsError
-from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError
 from halfserve.export.module_pipeline import export_module
 from halfserve.export.sources.opening import open_source
 from halfserve.export.sources.source import Source
+from halfserve.export.sources.source_options import SourceOptions
 from tests.amp_core.integrations.plain import LIGHTNING, silence_loggers
 
 pytestmark = LIGHTNING

@@ -16,10 +16,10 @@ from halfserve import GradScaler, autocast
 from halfserve.amp_core.integrations.transformers import HalfserveTrainer
 from halfserve.amp_core.recorder.beside_weights import RECORD_FILE, read_policy, read_record, write_record
 from halfserve.amp_core.recorder.record import Record
-from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_module.fp32_modules import overflowing_modules
 from halfserve.export.sources.hugging_face import open_hugging_face
+from halfserve.export.sources.source_options import SourceOptions
 from tests.amp_core.integrations.plain import silence_loggers
 from tests.amp_core.integrations.test_accelerate import forget
 from tests.export.hugging_face_folders import classifier_folder

@@ -4,6 +4,7 @@ import numpy as np
 import onnx_ir
 import pytest
 
+from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.convert import convert
 from tests.export.failure_classes.converters import Converter, both, normal, parse
 
@@ -85,7 +86,9 @@ def test_the_report_counts_what_became_of_the_weights() -> None:
     weights = np.array([1.0, 1e-9, -2e-8, 1e-6, 6e4, 0.0], np.float32)
     model = parse("g (float[N, 6] x) => (float[N, 6] y) { y = Mul (x, w) }", w=weights)
     ledgers = [
-        tensor.ledger for tensor in convert(onnx_ir.from_proto(model), repair=False).report.weights if tensor.name == "w"
+        tensor.ledger
+        for tensor in convert(onnx_ir.from_proto(model), ConversionSettings(repair=False)).report.weights
+        if tensor.name == "w"
     ]
     assert [(one.overflow, one.flushed, one.subnormal) for one in ledgers] == [(0, 2, 1)]
 

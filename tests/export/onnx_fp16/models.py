@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Unpack
 
 import numpy as np
 import onnx
 import onnx_ir
 from numpy.typing import ArrayLike
 
-from halfserve.export.half_types import HalfName, TargetDevice
+from halfserve.export.conversion_settings import ConversionKeywords, ConversionSettings
 from halfserve.export.onnx_fp16.conversion_report import ConversionReport
 from halfserve.export.onnx_fp16.convert import convert
 from tests.export.conversions.cases import Case
@@ -21,28 +22,11 @@ FLOAT, FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 CLEAN = Verdict(ok=True)
 
 
-def halve(
-    model: onnx.ModelProto,
-    *,
-    keep_io_types: bool | Collection[str] = True,
-    keep_fp32_ops: Collection[str] = (),
-    keep_fp32_nodes: Collection[str] = (),
-    repair: bool = False,
-    dtype: HalfName = "float16",
-    target_device: TargetDevice = "any",
-) -> tuple[onnx.ModelProto, ConversionReport]:
-    """Convert without repairs, which are tested elsewhere."""
+def halve(model: onnx.ModelProto, **options: Unpack[ConversionKeywords]) -> tuple[onnx.ModelProto, ConversionReport]:
+    """Convert, by default without repairs, which are tested elsewhere."""
     source = onnx.ModelProto()
     source.CopyFrom(model)
-    done = convert(
-        onnx_ir.from_proto(source),
-        keep_io_types=keep_io_types,
-        keep_fp32_ops=keep_fp32_ops,
-        keep_fp32_nodes=keep_fp32_nodes,
-        repair=repair,
-        dtype=dtype,
-        target_device=target_device,
-    )
+    done = convert(onnx_ir.from_proto(source), replace(ConversionSettings(repair=False), **options))
     return onnx_ir.to_proto(done.model), done.report
 
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from halfserve.export.onnx_fp16.conversion_settings import CONVERTED
+from halfserve.export.conversion_settings import ConversionSettings
+from halfserve.export.onnx_fp16.conversion_mark import CONVERTED
 from halfserve.export.onnx_fp16.convert import convert, convert_float_to_float16
 from tests.export.conversions.crash_pool import Crash, CrashPool
 from tests.export.conversions.judge import Case, Verdict, cases, judge, judgeable
@@ -149,7 +150,9 @@ def convert_and_judge(case: Case, keep_io: bool) -> tuple[Verdict | None, int, i
     if not judgeable(case):
         return None, 0, 0
     content = convert_float_to_float16(case.model, keep_io_types=keep_io).SerializeToString(deterministic=True)
-    plain = convert(onnx_ir.from_proto(onnx.load_from_string(case.model)), keep_io_types=keep_io, repair=False).report
+    plain = convert(
+        onnx_ir.from_proto(onnx.load_from_string(case.model)), ConversionSettings(keep_io_types=keep_io, repair=False)
+    ).report
     return judge(case, content, keep_io), plain.float_nodes, plain.fp16_nodes
 
 

@@ -10,6 +10,7 @@ import onnx
 import onnx_ir
 import pytest
 
+from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.half_types import BF16, TargetDevice
 from halfserve.export.onnx_fp16.convert import convert, convert_float_to_float16
@@ -57,8 +58,8 @@ def test_inputs_and_outputs_become_bfloat16_where_asked() -> None:
 
 def test_converting_again_with_the_same_type_changes_nothing() -> None:
     work = onnx_ir.from_proto(parse(TWO_LAYERS, w=normal(4, 4)))
-    once = onnx_ir.to_proto(convert(work, dtype="bfloat16").model).SerializeToString(deterministic=True)
-    again = convert(work, dtype="bfloat16")
+    once = onnx_ir.to_proto(convert(work, ConversionSettings(dtype="bfloat16")).model).SerializeToString(deterministic=True)
+    again = convert(work, ConversionSettings(dtype="bfloat16"))
     assert again.report.converted_before
     assert again.report.dtype == "bfloat16"
     assert onnx_ir.to_proto(again.model).SerializeToString(deterministic=True) == once
@@ -74,7 +75,7 @@ def test_a_model_of_the_other_half_type_is_refused(first: str, second: str) -> N
 
 def test_an_unknown_type_is_an_error_that_names_both() -> None:
     with pytest.raises(UsageError, match="dtype is 'fp8'; expected 'float16' or 'bfloat16'"):
-        convert(onnx_ir.from_proto(parse(TWO_LAYERS, w=normal(4, 4))), dtype="fp8")  # type: ignore[arg-type]
+        convert(onnx_ir.from_proto(parse(TWO_LAYERS, w=normal(4, 4))), ConversionSettings(dtype="fp8"))  # type: ignore[arg-type]
 
 
 def test_an_operator_without_bfloat16_names_the_opset_that_has_it() -> None:

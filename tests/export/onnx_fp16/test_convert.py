@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 
+from halfserve.export.conversion_settings import PipelineSettings
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.onnx_fp16.convert import convert_file, convert_float_to_float16, staged_conversion
@@ -278,7 +279,7 @@ def test_settings_reach_the_converter(tmp_path: Path) -> None:
 
 def test_what_waits_can_be_run_and_dropped(tmp_path: Path) -> None:
     source = with_data_files(sums(), tmp_path / "in.onnx")
-    with staged_conversion(source, tmp_path / "out.onnx") as done:
+    with staged_conversion(source, tmp_path / "out.onnx", PipelineSettings()) as done:
         np.testing.assert_allclose(run_file(done.staged.path), run_file(source), rtol=0, atol=0.01)
     assert files(tmp_path) == ["in.0.bin", "in.onnx"]
 

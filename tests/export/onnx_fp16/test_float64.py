@@ -11,6 +11,7 @@ import onnx_ir
 import pytest
 from onnx import TensorProto
 
+from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.onnx_fp16.convert import convert, convert_file, convert_float_to_float16
@@ -123,7 +124,7 @@ def test_weights_in_files_are_read_one_by_one(files: int, tmp_path: Path) -> Non
 
 
 def test_a_node_that_the_user_blocks_becomes_float32() -> None:
-    done = convert(onnx_ir.from_proto(in_float64(WHOLE, w=[1.0] * 4)), keep_fp32_nodes=["e"])
+    done = convert(onnx_ir.from_proto(in_float64(WHOLE, w=[1.0] * 4)), ConversionSettings(keep_fp32_nodes=["e"]))
     assert [(node.name, node.reason) for node in done.report.kept] == [("e", "in keep_fp32_nodes")]
     (node,) = [node for node in done.model.graph if node.name == "e"]
     assert node.outputs[0].name == "e"

@@ -10,6 +10,7 @@ import onnx
 import onnx_ir
 import pytest
 
+from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.convert import convert, convert_float_to_float16
 from tests.export.onnx_fp16.models import FLOAT, halve, normal, ops, reasons, types
 from tests.export.stored_models import parse
@@ -95,7 +96,7 @@ def test_weights_in_files_are_rounded_when_they_are_read(tmp_path: Path) -> None
     source.graph.initializers["w"].const_value = onnx_ir.ExternalTensor(
         "w.bin", 0, weight.nbytes, onnx_ir.DataType.FLOAT, shape=onnx_ir.Shape([64, 64]), name="w", base_dir=tmp_path
     )
-    tensor = convert(source).model.graph.initializers["w"].const_value
+    tensor = convert(source, ConversionSettings()).model.graph.initializers["w"].const_value
     assert isinstance(tensor, onnx_ir.LazyTensor)
     assert not tensor.cache
     assert (tensor.dtype, tensor.nbytes) == (onnx_ir.DataType.FLOAT16, weight.nbytes // 2)

@@ -8,6 +8,7 @@ import onnx
 import onnx_ir
 import pytest
 
+from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import densify, open_model
 from halfserve.export.onnx_fp16.conversion_report import Repair
@@ -168,7 +169,7 @@ X = np.random.default_rng(1).normal(size=(5, 32)).astype(np.float32)
 
 @pytest.mark.parametrize("opset", [11, 12, 13, 14, 16])
 def test_parts_of_a_norm_say_what_makes_them_one_operator(opset: int) -> None:
-    done = convert(onnx_ir.from_proto(model(opset)))
+    done = convert(onnx_ir.from_proto(model(opset)), ConversionSettings())
     assert done.model.opset_imports[""] == opset
     parts = {name for name, reason in reasons(done.report).items() if f"the model has {opset}: --upgrade-opset" in reason}
     assert parts == {"m", "d", "q", "v", "e", "r", "n", "g", "y"}
@@ -191,7 +192,7 @@ def test_a_norm_by_its_moments_is_named_too() -> None:
         v = ReduceMean <axes = [-1]> (q) z = Mul (m, m) w = Sub (v, z) e = Add (w, epsilon) r = Sqrt (e) d = Sub (a, m)
         y = Div (d, r) }"""
     before = parse(text, opset=14, ir=7, epsilon=1e-5)
-    done = convert(onnx_ir.from_proto(before))
+    done = convert(onnx_ir.from_proto(before), ConversionSettings())
     assert all("the model has 14: --upgrade-opset" in reason for reason in reasons(done.report).values())
     assert len(done.report.kept) == 9
     assert "LayerNormalization" in ops(convert_float_to_float16(before, upgrade_opset=True))
@@ -218,7 +219,7 @@ def test_an_older_default_is_written_down() -> None:
         y = RoiAlign <output_height = 2, output_width = 2> (x, boxes, rows) }"""
     before = parse(text, opset=14, ir=7)
     work = onnx_ir.from_proto(before)
-    upgrade_opset(work)
+    upgrade_opset(work, ConversionSettings())
     feeds = {"x": np.arange(64.0, dtype=np.float32).reshape(1, 1, 8, 8), "boxes": np.array([[1, 1, 5, 5]], np.float32)}
     feeds["rows"] = np.zeros(1, np.int64)
     assert work.opset_imports[""] == 17
@@ -228,7 +229,7 @@ def test_an_older_default_is_written_down() -> None:
 @pytest.mark.parametrize("opset", [17, 20])
 def test_a_newer_model_stays_as_it_is(opset: int) -> None:
     work = onnx_ir.from_proto(parse("g (float[2] x) => (float[2] y) { y = Relu (x) }", opset=opset))
-    assert upgrade_opset(work) == ()
+    assert upgrade_opset(work, ConversionSettings()) == ()
     assert work.opset_imports[""] == opset
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import onnx
 import pytest
 
+from halfserve.export.conversion_settings import PipelineSettings
 from halfserve.export.export_errors import ExportError
-from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
 from halfserve.export.search.error_attribution import RoundingErrors, measure, with_where
 from halfserve.export.search.instrumented_graph import BROKEN
 from halfserve.export.search.searched_model import searched_model
@@ -14,7 +14,7 @@ from tests.export.search.nets import Net, samples
 
 
 def measured(net: Net, kept: tuple[str, ...] = (), x: Array | None = None) -> RoundingErrors:
-    searched = searched_model(net.model(), ConversionSettings(repair=False))
+    searched = searched_model(net.model(), PipelineSettings(repair=False))
     batches = samples() if x is None else [x]
     return measure(searched, kept, [{"x": batch} for batch in batches])
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfserve.amp_core.recorder import Magnitudes, Record, RecordEntry
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
+from halfserve.export.conversion_settings import ConversionSettings, PipelineSettings
 from halfserve.export.onnx_fp16.convert import convert
 from halfserve.export.search.searched_model import searched_model
 from halfserve.export.search.smallest_fp32_set import find_fp32_nodes, seeds_of
@@ -44,12 +44,12 @@ def gelu() -> onnx.ModelProto:
 def test_what_is_found_can_be_converted(gelu: onnx.ModelProto, error: float) -> None:
     found = find_fp32_nodes(gelu, [X], budget=Budget(max_scaled_error=error), adversarial=False)
     assert found.passed
-    done = convert(onnx_ir.from_proto(gelu), keep_fp32_nodes=found.keep_fp32_nodes)
+    done = convert(onnx_ir.from_proto(gelu), ConversionSettings(keep_fp32_nodes=found.keep_fp32_nodes))
     assert set(found.keep_fp32_nodes) <= {kept.name for kept in done.report.kept}
 
 
 def test_nodes_of_skipped_repairs_are_not_present(gelu: onnx.ModelProto) -> None:
-    searched = searched_model(gelu, ConversionSettings())
+    searched = searched_model(gelu, PipelineSettings())
     assert searched.made == {"cube/Clip"}
     assert searched.present(["mm", "cube/Clip"]) == ["cube/Clip", "mm"]
     assert searched.present(["cube", "cube/Clip"]) == ["cube"]
@@ -114,7 +114,7 @@ def test_the_repaired_model_is_what_is_searched(x_btd: Tensor) -> None:
     model = export_onnx(Transformer(2, 0).eval(), (x_btd,))
     found = find_fp32_nodes(model, [x_btd.numpy()], budget=Budget())
     assert found.passed
-    converted = convert(onnx_ir.from_proto(model), keep_fp32_nodes=found.keep_fp32_nodes)
+    converted = convert(onnx_ir.from_proto(model), ConversionSettings(keep_fp32_nodes=found.keep_fp32_nodes))
     kept = {node.name for node in converted.report.kept}
     assert set(found.keep_fp32_nodes) <= kept
 
@@ -135,7 +135,7 @@ def entry(module: str, op: str = "aten.mul.Tensor", dtype: str = "float32", over
 
 
 def test_modules_that_overflowed_and_what_takes_their_results() -> None:
-    searched = searched_model(Net().layers(1).plant("overflow").layers(1).model(), ConversionSettings(repair=False))
+    searched = searched_model(Net().layers(1).plant("overflow").layers(1).model(), PipelineSettings(repair=False))
     names = list(searched.nodes)
     seeds = seeds_of(Record(entries=(entry("overflow", overflow=3), entry("trunk")), steps=1), searched)
     first = names.index("overflow/up")
@@ -144,7 +144,7 @@ def test_modules_that_overflowed_and_what_takes_their_results() -> None:
 
 
 def test_modules_that_were_pinned_while_others_ran_in_half() -> None:
-    searched = searched_model(Net().layers(1).plant("cancel").model(), ConversionSettings(repair=False))
+    searched = searched_model(Net().layers(1).plant("cancel").model(), PipelineSettings(repair=False))
     pinned = entry("cancel", "aten.addmm.default")
     assert seeds_of(Record(entries=(pinned, entry("trunk", "aten.mm.default", "float16")), steps=1), searched) == [
         "cancel/add",

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from halfserve.export.certificate.budget import Budget
+from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.onnx_fp16.convert import convert
 from halfserve.export.search.result import SearchResult
@@ -52,7 +53,7 @@ def within_budget(model: onnx.ModelProto, blocked: set[str]) -> bool:
         session_options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
         return onnxruntime.InferenceSession(proto.SerializeToString(), session_options).run(None, {"x": samples()[0]})[0]
 
-    converted = convert(onnx_ir.from_proto(model), keep_fp32_nodes=blocked, repair=False)
+    converted = convert(onnx_ir.from_proto(model), ConversionSettings(keep_fp32_nodes=blocked, repair=False))
     figures = compare(run(model), run(round_every_node(onnx_ir.to_proto(converted.model))))
     return figures.non_finite == 0 and figures.max_scaled_error <= BUDGET.max_scaled_error
 
@@ -265,7 +266,7 @@ def test_sets_that_only_the_simulation_accepts_do_not_pass(kind: str, seed: int)
     found = search(model, inputs=x, budget=budget, repair=True)
     assert found.passed
     assert {output.execution for output in found.outputs} >= {"rounded", "runtime"}
-    converted = convert(onnx_ir.from_proto(model), keep_fp32_nodes=found.keep_fp32_nodes)
+    converted = convert(onnx_ir.from_proto(model), ConversionSettings(keep_fp32_nodes=found.keep_fp32_nodes))
     assert verify(model, onnx_ir.to_proto(converted.model), x, budget=budget, adversarial=False).passed
 
 

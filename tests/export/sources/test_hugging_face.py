@@ -12,17 +12,18 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from halfserve.export.conversion_options import SourceOptions
+from halfserve.export.conversion_settings import ModuleSettings
 from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.file_conversion import Certified
-from halfserve.export.module_pipeline import ExportOptions, export_verified
+from halfserve.export.module_pipeline import export_verified
 from halfserve.export.sources.hugging_face import open_hugging_face
 from halfserve.export.sources.source import Source
+from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.tasks.task import Task
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
-from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_loading import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
 from tests.export.hugging_face_folders import (
     LABELS,
@@ -75,9 +76,15 @@ def options_of(task: str, folder: Path) -> SourceOptions:
 
 def exported(source: Source, repository: Path) -> Certified:
     target = RepositoryTarget(repository=repository, name=source.name, task=source.task)
-    options = ExportOptions(dynamic=source.dynamic, keep_io_types=True)
     return export_verified(
-        source.module, source.samples, target, options, policy=source.policy, record=None, progress=lambda _: None
+        source.module,
+        source.samples,
+        target,
+        ModuleSettings(),
+        dynamic=source.dynamic,
+        policy=source.policy,
+        record=None,
+        progress=lambda _: None,
     )
 
 

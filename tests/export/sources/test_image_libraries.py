@@ -15,12 +15,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from halfserve.export.conversion_options import SourceOptions
+from halfserve.export.conversion_settings import ModuleSettings
 from halfserve.export.conversion_targets import RepositoryTarget
 from halfserve.export.export_errors import ExportError, UsageError
-from halfserve.export.module_pipeline import ExportOptions, export_verified
+from halfserve.export.module_pipeline import export_verified
 from halfserve.export.sources.opening import open_source
 from halfserve.export.sources.source import Source
+from halfserve.export.sources.source_options import SourceOptions
 from tests.export.to_onnx.answers import session
 from tests.torchvision_on_cpu import imported
 
@@ -79,7 +80,14 @@ def test_a_folder_of_timm_becomes_a_model_with_its_labels(tmp_path: Path) -> Non
     assert (source.name, source.task.labels) == ("my-net", tuple(labels))
     target = RepositoryTarget(repository=tmp_path / "models", name=source.name, task=source.task)
     done = export_verified(
-        source.module, source.samples, target, ExportOptions(), policy=source.policy, record=None, progress=lambda _: None
+        source.module,
+        source.samples,
+        target,
+        ModuleSettings(),
+        dynamic={},
+        policy=source.policy,
+        record=None,
+        progress=lambda _: None,
     )
     images = source.samples.inputs["image"][:2]
     (answer,) = session(str(done.path / "model.onnx")).run(None, {"image": images.numpy()})

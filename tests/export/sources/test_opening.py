@@ -14,10 +14,10 @@ import transformers
 from safetensors.torch import save_file
 from torch import nn
 
-from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.sources.hugging_face_tasks import task_of
 from halfserve.export.sources.opening import open_source
+from halfserve.export.sources.source_options import SourceOptions
 from tests.export import models
 from tests.export.cli.commands import command
 

@@ -14,9 +14,9 @@ import transformers
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from halfserve.export.conversion_options import SourceOptions
 from halfserve.export.sources.opening import open_source
 from halfserve.export.sources.source import Source
+from halfserve.export.sources.source_options import SourceOptions
 from halfserve.protos.pictures import PREPROCESSING, PicturePreparation, prepared_pixels
 from tests.export.hugging_face_folders import image_folder
 from tests.export.sources.test_image_libraries import opened, saved

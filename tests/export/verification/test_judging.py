@@ -9,6 +9,7 @@ import pytest
 
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import AdversarialVerdict, BudgetExceeded, Certificate, OutputVerdict
+from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.export_errors import ExportError
 from halfserve.export.half_types import BF16, FP16
 from halfserve.export.onnx_fp16.convert import convert
@@ -272,7 +273,7 @@ def routed(biases: list[float], choose: str = TOP) -> onnx.ModelProto:
 
 
 def half(model: onnx.ModelProto) -> onnx.ModelProto:
-    return onnx_ir.to_proto(convert(onnx_ir.from_proto(model)).model)
+    return onnx_ir.to_proto(convert(onnx_ir.from_proto(model), ConversionSettings()).model)
 
 
 def verdict(model: onnx.ModelProto, candidate: onnx.ModelProto, **given: Any) -> Certificate:

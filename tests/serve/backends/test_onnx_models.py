@@ -18,14 +18,15 @@ from onnx import NodeProto, TensorProto, helper
 from halfserve.installation import install_hint
 from halfserve.protos.certificates import certificate_entry, certificate_sha256, named_entry
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends import onnx_models
-from halfserve.serve.backends.cpu_trials import TrialCache, TrialResult, compared
+from halfserve.serve.backends import cpu_trials, onnx_models
+from halfserve.serve.backends.cpu_trials import TrialResult, compared
 from halfserve.serve.backends.onnx_models import passed_precisions
 from halfserve.serve.backends.openvino.compiled_model import OpenVinoBackend
 from halfserve.serve.backends.openvino.fitness import computed_halves
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.backend import Backend, CpuPrecision, DevicePlacement
 from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.trials.decisions import Decisions
 from tests.models import save_mlp, save_model
 
 FP16, BF16, FP32 = TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.FLOAT
@@ -70,10 +71,10 @@ def load(
     parameters: Mapping[str, str] | None = None,
     *,
     config: ModelConfig | None = None,
-    trials: TrialCache | None = None,
+    decisions: Decisions | None = None,
     threads: int = 1,
 ) -> tuple[Backend, ModelConfig]:
-    runtimes, config = Runtimes(trials=trials), config or ModelConfig(max_batch_size=8)
+    runtimes, config = Runtimes(decisions=decisions), config or ModelConfig(max_batch_size=8)
     for key, value in (parameters or {}).items():
         config.parameters[key].string_value = value
     placement = DevicePlacement(use_gpu=False, threads=threads, cpu_precision=asked)
@@ -301,7 +302,7 @@ def test_a_trial_decides_and_the_log_says_what_was_measured(
     provider: str,
     said: str,
 ) -> None:
-    monkeypatch.setattr(onnx_models, "compared", lambda *_: result)
+    monkeypatch.setattr(cpu_trials, "compared", lambda *_: result)
     path = certify(save_network(tmp_path / "m.onnx", BF16), precision="bfloat16", passed=True)
     with caplog.at_level(logging.INFO):
         backend, config = load(path, asked)
@@ -341,15 +342,15 @@ def test_of_two_proved_precisions_the_faster_one_is_computed(
     said: list[str],
 ) -> None:
     monkeypatch.setattr(onnx_models, "fast_halves", lambda: frozenset({"bf16", "fp16"}))
-    monkeypatch.setattr(onnx_models, "compared", lambda half, *_: in_bf16 if "bf16" in half.precision else in_fp16)
+    monkeypatch.setattr(cpu_trials, "compared", lambda half, *_: in_bf16 if "bf16" in half.precision else in_fp16)
     path = save_network(tmp_path / "m.onnx", FP16)
     certify(path, precision="float16", passed=True, precisions={"bfloat16": {"passed": True}})
-    cache = TrialCache(tmp_path / "trials")
+    decisions = Decisions(tmp_path / "trials")
     providers = set()
     for _ in range(2):  # the second is remembered
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            backend, config = load(path, trials=cache)
+            backend, config = load(path, decisions=decisions)
         assert [text for text in said if text not in caplog.text] == []
         measured = config.parameters["halfserve.measured"].string_value
         assert f"bfloat16 {in_bf16.half_ms:g} ms" in measured
@@ -364,7 +365,7 @@ def test_of_two_proved_precisions_the_faster_one_is_computed(
 def test_a_trial_allows_the_error_of_the_verdict_in_its_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: float, provider: str
 ) -> None:
-    monkeypatch.setattr(onnx_models, "compared", lambda *_: TrialResult(1.0, 2.0, 0.1))
+    monkeypatch.setattr(cpu_trials, "compared", lambda *_: TrialResult(1.0, 2.0, 0.1))
     further = {"bfloat16": {"passed": True, "budget": {"max_scaled_error": allowed}}}
     own = {"precision": "float16", "passed": True, "budget": {"max_scaled_error": 0.01}}
     path = certify(save_network(tmp_path / "m.onnx", FP16), **own, precisions=further)
@@ -379,14 +380,14 @@ def test_a_trial_is_remembered_for_a_file_and_a_setting(tmp_path: Path, monkeypa
         tried.append(arguments)
         return TrialResult(1.0, 2.0, 0.01)
 
-    monkeypatch.setattr(onnx_models, "compared", compared)
-    cache = TrialCache(tmp_path / "trials")
+    monkeypatch.setattr(cpu_trials, "compared", compared)
+    decisions = Decisions(tmp_path / "trials")
     path = certify(save_network(tmp_path / "m.onnx", BF16), precision="bfloat16", passed=True)
     for expected, threads in ((1, 1), (1, 1), (2, 2)):
-        assert (load(path, trials=cache, threads=threads)[0].provider, len(tried)) == (ON_OPENVINO, expected)
-    for file in (tmp_path / "trials").iterdir():
+        assert (load(path, decisions=decisions, threads=threads)[0].provider, len(tried)) == (ON_OPENVINO, expected)
+    for file in (tmp_path / "trials" / "cpu_precision").iterdir():
         file.write_text("[]")
-    load(path, trials=cache)
+    load(path, decisions=decisions)
     assert len(tried) == 3, "what cannot be read costs another trial"
 
 
@@ -417,9 +418,9 @@ def test_answers_to_recorded_samples_beyond_the_verdict_keep_float32(
 ) -> None:
     path = save_network(tmp_path / "m.onnx", BF16)
     certify(path, precision="bfloat16", passed=True, budget={"max_scaled_error": 0.04}, files=record(path, off_by=0.05))
-    cache = TrialCache(tmp_path / "trials")
+    decisions = Decisions(tmp_path / "trials")
     for _ in range(2):  # the second is remembered
-        backend, config = load(path, asked, trials=cache)
+        backend, config = load(path, asked, decisions=decisions)
         assert backend.provider == ON_ONNX_RUNTIME
         assert "the answers to recorded samples differ by 0.0" in config.parameters["halfserve.measured"].string_value
     warned = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 from openvino import opset13
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashVerdictCache
+from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe
 from halfserve.serve.backends.onnx_runtime.onnx_interface import read_interface
 from halfserve.serve.backends.openvino.ir_file import read_ir_interface
 from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime
@@ -23,9 +23,10 @@ from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.backend import OPENVINO, Backend, DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import InstanceLostError, InvalidArgumentError, ModelLoadError
-from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_loading import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.tensors import ANY_SIZE
+from halfserve.serve.trials.decisions import Decisions
 from tests.models import save_mlp, save_model, save_table
 from tests.serve.backends.conftest import save_graph
 
@@ -358,7 +359,7 @@ def test_a_run_that_is_given_up_ends_before_its_next_node(tmp_path: Path) -> Non
 
 @pytest.fixture
 def probe(tmp_path: Path) -> Iterator[CrashProbe]:
-    made = CrashProbe(CrashVerdictCache(tmp_path / "verdicts"))
+    made = CrashProbe(Decisions(tmp_path / "verdicts"))
     yield made
     made.close()
 

@@ -23,7 +23,7 @@ from halfserve.serve.engine.backend import ONNX, OPENVINO, Backend, DevicePlacem
 from halfserve.serve.engine.config.model_config import Defaults, read_config
 from halfserve.serve.engine.errors import BackendError, ModelLoadError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_loading import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.tensors import ANY_SIZE, Array
 from tests.models import mlp_weights, save_model

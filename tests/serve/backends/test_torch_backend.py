@@ -29,7 +29,7 @@ from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults,
 from halfserve.serve.engine.errors import BackendError, InvalidArgumentError, ModelLoadError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
-from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_loading import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.model_control.version_loading import VersionLoader
 from tests.serve.backends.torch_programs import BATCH, Mlp, Outputs, Twice, save_program
@@ -357,7 +357,7 @@ def test_programs_on_the_cpu_compete_for_the_slots_of_the_server(tmp_path: Path)
         core.slots = ComputeSlots(1)
         model = load_model(files, TorchRuntime(), ON_CPU, Defaults())
         core.replace("m", [model])
-        assert model.batcher._share is not None
+        assert model.batcher._dispatcher.share is not None
         await core.drain()
 
     asyncio.run(scene())

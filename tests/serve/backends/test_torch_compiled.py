@@ -23,7 +23,7 @@ from halfserve.serve.engine.backend import DevicePlacement, Trust
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import BackendError, ModelLoadError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_loading import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.running_server import running_server

@@ -29,7 +29,7 @@ from halfserve.serve.engine.cuda_driver import DRIVER_NAMES
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.execution.instance import Instance
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_loading import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
 from tests.serve.backends.python.python_models import X_TO_Y, save_python_model, serving
 from tests.serve.cuda_emulator.conftest import DEVICES
@@ -172,7 +172,7 @@ def test_a_lost_device_leaves_the_other_serving(tmp_path: Path, device: ctypes.C
     with served(tmp_path) as (server, client):
         first, second = instances(server)
         for instance in (first, second):
-            instance.on_lost_device = lost.append
+            instance.recovery.on_lost_device = lost.append
         device.emulated_copy_rate(SLOW)
         device.emulated_fault(1, code)
         ask_many(client, 16)  # those of the lost device are computed by the other one

@@ -16,8 +16,9 @@ from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntimeBacken
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.cuda_driver import CudaDriver, CudaError
 from halfserve.serve.engine.errors import BackendError, InstanceLostError, is_device_lost
-from halfserve.serve.engine.execution.batch import Answered, run_batch
+from halfserve.serve.engine.execution.batch import run_batch
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
+from halfserve.serve.engine.results import Answered
 from tests.export.stored_models import parse
 from tests.serve.backends.support import load_backend
 from tests.serve.cuda_emulator.copying_model import COLUMNS, check, load, log, rows, with_graphs

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,12 @@ from halfserve.serve.engine.backend import Backend, BackendView, DevicePlacement
 from halfserve.serve.engine.cuda_driver import DRIVER_NAMES, cuda_driver
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.execution.assembly import assemble, device_inputs
-from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
-from halfserve.serve.engine.execution.instance import Instance, Results, Supervision
+from halfserve.serve.engine.execution.batch import run_batch
+from halfserve.serve.engine.execution.instance import Instance
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
+from halfserve.serve.engine.execution.runners import Supervision, make_instance
 from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.results import Answered, Failed, Results
 from halfserve.serve.engine.tensors import DeviceBytes, RawInput, RawInputs, RawLayout, Tensors
 from halfserve.serve.protocol.shared_memory import RegionBinding, RegionSlice, SharedMemory
 from halfserve.serve.protocol.shared_memory_regions import CudaRegion
@@ -98,9 +101,9 @@ def test_staged_batches_are_copied_from_locked_memory(tmp_path: Path, device: ct
 
     async def main() -> None:
         held = Held(load(tmp_path / "m.onnx"))
-        instance = Instance(held, 0, Supervision(label="m/1"))
+        instance = make_instance(held, 0, Supervision(label="m/1"))
         held.release.set()
-        instance.settle(one_row)  # as the loader does, which shows where it runs
+        instance.settle(partial(one_row, held))  # as the loader does, which shows where it runs
         log(device)
         for _ in range(3):
             for (answered,) in await computed(instance, held):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,12 +14,13 @@ import onnx
 import pytest
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.cuda_trials import Cost, CudaTrials, WaysCache
+from halfserve.serve.backends.cuda_trials import Cost, CudaTrials, Measure, measured
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntimeBackend
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.backend import Backend, DevicePlacement
 from halfserve.serve.engine.cuda_driver import cuda_driver
 from halfserve.serve.engine.tensors import Array
+from halfserve.serve.trials.decisions import Decisions
 from tests.export.stored_models import parse
 from tests.serve.cuda_emulator.copying_model import check, log, save, with_graphs
 from tests.serve.cuda_emulator.copying_model import load as load_with
@@ -59,8 +61,16 @@ def save_convolution(path: Path, kind: str = "float16") -> Path:
     return path
 
 
-def load(path: Path, trials: CudaTrials, config: ModelConfig | None = None) -> tuple[OnnxRuntimeBackend, ModelConfig]:
-    runtimes, config = Runtimes(ways=trials), config or ModelConfig(max_batch_size=4)
+def load(
+    path: Path,
+    measure: Measure = measured,
+    config: ModelConfig | None = None,
+    *,
+    decisions: Decisions | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[OnnxRuntimeBackend, ModelConfig]:
+    trials = CudaTrials(decisions or Decisions(), measure, clock)
+    runtimes, config = Runtimes(cuda=trials), config or ModelConfig(max_batch_size=4)
     backend = runtimes.load(path, runtimes.describe(path), DevicePlacement(), config)
     assert isinstance(backend, OnnxRuntimeBackend)
     assert backend.provider == "CUDAExecutionProvider"
@@ -94,7 +104,7 @@ def test_the_ways_that_pay_are_chosen(
 ) -> None:
     path, times = save_convolution(tmp_path / "m.onnx"), GivenTimes(ms)
     with caplog.at_level(logging.INFO):
-        backend, config = load(path, CudaTrials(measure=times))
+        backend, config = load(path, times)
     assert config.parameters[WAYS].string_value == chosen
     assert options(backend)["prefer_nhwc"] == ("1" if "nhwc" in chosen else "0")
     driver = cuda_driver()
@@ -108,20 +118,20 @@ def test_the_ways_that_pay_are_chosen(
 
 def test_a_way_with_other_answers_is_left_out(tmp_path: Path) -> None:
     times = GivenTimes([(9, 9), (1, 1), (9, 9), (9, 9)], answers=[1.0, 1.2, 1.0, 1.0])
-    _, config = load(save_convolution(tmp_path / "m.onnx"), CudaTrials(measure=times))
+    _, config = load(save_convolution(tmp_path / "m.onnx"), times)
     assert config.parameters[WAYS].string_value == "none"
     assert "nhwc gives answers that differ by 0.2 of the largest value" in config.parameters["halfserve.measured"].string_value
 
 
 def test_the_choice_is_remembered_by_file_and_settings(tmp_path: Path) -> None:
-    path, cache = save_convolution(tmp_path / "m.onnx"), WaysCache(tmp_path / "cache")
+    path, decisions = save_convolution(tmp_path / "m.onnx"), Decisions(tmp_path / "cache")
     for times in (GivenTimes([(9, 9), (5, 5), (6, 6), (6, 6)]), GivenTimes([])):
-        backend, config = load(path, CudaTrials(cache, times))
+        backend, config = load(path, times, decisions=decisions)
         assert config.parameters[WAYS].string_value == "nhwc"
         assert "nhwc 5 ms" in config.parameters["halfserve.measured"].string_value
         assert options(backend)["prefer_nhwc"] == "1"
     again = GivenTimes([(9, 9), (10, 9), (9, 9), (9, 9)])
-    _, config = load(path, CudaTrials(cache, again), ModelConfig(max_batch_size=8))
+    _, config = load(path, again, ModelConfig(max_batch_size=8), decisions=decisions)
     assert config.parameters[WAYS].string_value == "none"
     assert len(again.recorded) == 4
 
@@ -129,14 +139,14 @@ def test_the_choice_is_remembered_by_file_and_settings(tmp_path: Path) -> None:
 def test_no_way_is_tried_when_the_time_is_over(tmp_path: Path) -> None:
     clock = iter([0.0, 19.0, 21.0, 22.0])
     times = GivenTimes([(9, 9), (5, 5)])
-    _, config = load(save_convolution(tmp_path / "m.onnx"), CudaTrials(measure=times, clock=lambda: next(clock)))
+    _, config = load(save_convolution(tmp_path / "m.onnx"), times, clock=lambda: next(clock))
     assert config.parameters[WAYS].string_value == "nhwc"
     assert config.parameters["halfserve.measured"].string_value.endswith("copies not tried in 20 s; blocking not tried in 20 s")
 
 
 def test_graphs_are_tried_for_a_model_of_fixed_sizes(tmp_path: Path, device: ctypes.CDLL) -> None:
     times = GivenTimes([(9, 9), (5, 5), (9, 9), (9, 9)])
-    backend, config = load(save(tmp_path / "m.onnx"), CudaTrials(measure=times))
+    backend, config = load(save(tmp_path / "m.onnx"), times)
     assert config.parameters[WAYS].string_value == "graphs"
     assert times.recorded == [False, True, True, True]
     log(device)
@@ -147,7 +157,7 @@ def test_graphs_are_tried_for_a_model_of_fixed_sizes(tmp_path: Path, device: cty
 
 def test_a_way_that_fails_is_left_out(tmp_path: Path, device: ctypes.CDLL) -> None:
     device.emulated_break()
-    _, config = load(save(tmp_path / "m.onnx"), CudaTrials(measure=GivenTimes([(9, 9), (1, 1), (1, 1), (9, 9)])))
+    _, config = load(save(tmp_path / "m.onnx"), GivenTimes([(9, 9), (1, 1), (1, 1), (9, 9)]))
     assert config.parameters[WAYS].string_value == "none"
     said = config.parameters["halfserve.measured"].string_value
     assert "; graphs cannot be recorded; copies needs CUDA graphs, which fail or are off; blocking 9 ms" in said
@@ -167,21 +177,21 @@ def test_copies_by_the_driver_give_the_same_answers(tmp_path: Path, device: ctyp
 def test_configured_ways_are_not_tried(tmp_path: Path) -> None:
     config = ModelConfig(max_batch_size=4)
     config.parameters[WAYS].string_value = "nhwc"
-    backend, _ = load(save_convolution(tmp_path / "m.onnx"), CudaTrials(measure=GivenTimes([])), config)
+    backend, _ = load(save_convolution(tmp_path / "m.onnx"), GivenTimes([]), config)
     assert options(backend)["prefer_nhwc"] == "1"
     single = ModelConfig(max_batch_size=4)
     accelerator = single.optimization.execution_accelerators.gpu_execution_accelerator.add(name="cuda")
     accelerator.parameters["prefer_nhwc"] = "0"
-    backend, single = load(save_convolution(tmp_path / "m.onnx"), CudaTrials(measure=GivenTimes(4 * [(9, 9)])), single)
+    backend, single = load(save_convolution(tmp_path / "m.onnx"), GivenTimes(4 * [(9, 9)]), single)
     assert options(backend)["prefer_nhwc"] == "0"
     assert "nhwc" not in single.parameters["halfserve.measured"].string_value
 
 
 def test_only_float16_convolutions_are_tried_in_nhwc(tmp_path: Path) -> None:
-    _, config = load(save_convolution(tmp_path / "m.onnx", "float"), CudaTrials(measure=GivenTimes(4 * [(9, 9)])))
+    _, config = load(save_convolution(tmp_path / "m.onnx", "float"), GivenTimes(4 * [(9, 9)]))
     assert "nhwc" not in config.parameters["halfserve.measured"].string_value
 
 
 def test_real_times_choose_something(tmp_path: Path) -> None:
-    _, config = load(save_convolution(tmp_path / "m.onnx"), CudaTrials())
+    _, config = load(save_convolution(tmp_path / "m.onnx"))
     assert config.parameters["halfserve.measured"].string_value.startswith("on CUDA ")

@@ -11,7 +11,7 @@ import numpy as np
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import ModelInterface
-from halfserve.serve.engine.execution.short_batches import NOTHING_KNOWN
+from halfserve.serve.engine.dispatch.short_batches import NOTHING_KNOWN
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.tensors import Tensors, TensorSpec
@@ -86,4 +86,5 @@ def held_model(
     config.name = name
     interface = ModelInterface(inputs=(x,), outputs=(y,), batched=True, open_ended=open_ended)
     backends = [backend, *others]
-    return Model(name=name, version=1, interface=interface, config=config, backends=backends, limits=bounds, short_s=short_s)
+    model = Model(name=name, version=1, interface=interface, config=config, backends=backends, limits=bounds, short_s=short_s)
+    return model.start()

@@ -12,9 +12,10 @@ import numpy as np
 
 from halfserve.serve.engine.backend import Backend
 from halfserve.serve.engine.batcher import Batcher
+from halfserve.serve.engine.dispatch.short_batches import NOTHING_KNOWN
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.engine.execution.instance import Instance, Supervision
-from halfserve.serve.engine.execution.short_batches import NOTHING_KNOWN
+from halfserve.serve.engine.execution.instance import Instance
+from halfserve.serve.engine.execution.runners import Supervision, TensorRunner, make_instance
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.requests import InferRequest
@@ -59,6 +60,13 @@ class Slow(Fragile):
         return super().run(inputs)
 
 
+def runner_of(instance: Instance) -> TensorRunner:
+    """What computes the batches of an instance now."""
+    runner = instance.recovery.runner
+    assert isinstance(runner, TensorRunner)
+    return runner
+
+
 class Scene:
     """A batcher over some copies, and what its requests got.
 
@@ -83,15 +91,15 @@ class Scene:
             return reload()
 
         supervision = Supervision(label="m/1", reload=None if reload is None else load, **{"first_wait_s": 0.001, **how})
-        self.instances = [Instance(backend, number, supervision) for number, backend in enumerate(backends)]
+        self.instances = [make_instance(backend, number, supervision) for number, backend in enumerate(backends)]
         self.batcher = Batcher(self.instances, BatchLimits(max_rows=8), self.statistics, short_s)
         self._changed = asyncio.Event()
         for instance in self.instances:
-            instance.on_change = self._notice(instance.on_change)
+            instance.recovery.on_change = self._notice(instance.recovery.on_change)
 
-    def _notice(self, tell_batcher: Callable[[Instance], None]) -> Callable[[Instance], None]:
-        def changed(instance: Instance) -> None:
-            tell_batcher(instance)
+    def _notice(self, tell_batcher: Callable[[], None]) -> Callable[[], None]:
+        def changed() -> None:
+            tell_batcher()
             self._changed.set()
 
         return changed

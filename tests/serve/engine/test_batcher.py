@@ -13,15 +13,14 @@ import numpy as np
 import pytest
 
 from halfserve.serve.engine.batcher import Batcher
+from halfserve.serve.engine.dispatch.delivery import Delivery
 from halfserve.serve.engine.errors import BackendError, DeadlineExceededError, InferenceError, UnavailableError
-from halfserve.serve.engine.execution.batch import Answered, Failed
-from halfserve.serve.engine.execution.delivery import Delivery
-from halfserve.serve.engine.execution.instance import LostRequests
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
 from halfserve.serve.engine.queueing.batch_queue import BatchQueue
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.results import Answered, Failed, LostRequests
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend
 from tests.serve.engine.scene import Answers, QuickBackend, hold_first, on_loop
@@ -294,6 +293,7 @@ async def test_a_request_past_its_queue_timeout_is_not_computed(answers: Answers
 
 TIMES = BatchTimes(started=1, assembled=2, computed=3, split=4)
 SORRY = UnavailableError("send it again")
+FAULT = "an illegal memory access"
 
 
 class Scene:
@@ -331,14 +331,14 @@ def test_batches_are_answered_in_order_each_request_with_its_own() -> None:
 def test_requests_lost_with_their_copy_are_replayed_once() -> None:
     scene = Scene()
     a, b = map(scene.request, "ab")
-    scene.delivery.add([LostRequests([a, b], SORRY)], 2)
+    scene.delivery.add([LostRequests([a, b], SORRY, FAULT)], 2)
     assert scene.delivery.deliver()
     for alone in (a, b):  # it may be one of them that breaks copies
         again = scene.queue.take(0.0)
         assert again is not None
         assert (again.requests, scene.given) == ([alone], [])
     scene.delivery.add([answered(a)], 1)
-    scene.delivery.add([LostRequests([b], SORRY)], 1)
+    scene.delivery.add([LostRequests([b], SORRY, FAULT)], 1)
     assert not scene.delivery.deliver()
     assert scene.given == [("a", "0"), ("b", "send it again")]
 
@@ -346,7 +346,7 @@ def test_requests_lost_with_their_copy_are_replayed_once() -> None:
 def test_requests_lost_untouched_are_replayed_together() -> None:
     scene = Scene()
     a, b = map(scene.request, "ab")
-    scene.delivery.add([LostRequests([a, b], SORRY, untouched=True)], 2)
+    scene.delivery.add([LostRequests([a, b], SORRY)], 2)
     assert scene.delivery.deliver()
     again = scene.queue.take(0.0)
     assert again is not None
@@ -356,7 +356,7 @@ def test_requests_lost_untouched_are_replayed_together() -> None:
 def test_a_request_cancelled_before_its_replay_is_dropped() -> None:
     scene = Scene()
     request = scene.request("a")
-    scene.delivery.add([LostRequests([request], SORRY)], 1)
+    scene.delivery.add([LostRequests([request], SORRY, FAULT)], 1)
     assert scene.delivery.deliver()
     request.cancelled = True
     assert scene.queue.waiting.remove(request)
@@ -374,7 +374,7 @@ def test_cancelled_requests_and_those_beyond_the_queue_are_not_replayed(why: str
         request.cancelled = True
     else:
         scene.queue.offer(scene.request("b"))
-    scene.delivery.add([LostRequests([request], SORRY)], 1)
+    scene.delivery.add([LostRequests([request], SORRY, FAULT)], 1)
     assert not scene.delivery.deliver()
     assert scene.statistics.totals.fail.count == 1
     assert scene.given == ([] if why == "cancelled" else [("a", "send it again")])

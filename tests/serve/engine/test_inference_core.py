@@ -75,7 +75,7 @@ async def test_readiness_follows_each_version() -> None:
     assert core.is_model_ready("m", "2")
     assert index(core)[1] == ("m", "2", "READY", "a reload was refused")
     for instance in two.batcher.instances:
-        instance.is_up = False
+        instance.recovery.is_up = False
     assert not core.is_model_ready("m", "2")
     assert core.is_model_ready("m")
     core.retire()

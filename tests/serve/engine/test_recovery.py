@@ -21,7 +21,7 @@ from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Array
 from tests.models import save_counter, save_mlp, save_model
 from tests.serve.conftest import load_repository
-from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, Slow, on_loop
+from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, Slow, on_loop, runner_of
 from tests.serve.engine.precision_guard.guarded_models import ask_model
 
 
@@ -193,7 +193,7 @@ async def test_a_failed_reload_on_a_lost_device_is_reported(error: Exception) ->
     first = Fragile()
     first._lost = True
     scene = Scene([first], Refusing(error, error))
-    scene.instances[0].on_lost_device = told.append
+    scene.instances[0].recovery.on_lost_device = told.append
     assert "cannot be loaded just now" in str((await scene.ask(1))[0])
     assert told == [str(error).split("\n")[0]]
     await scene.up_again()
@@ -209,7 +209,7 @@ def test_other_reasons_are_not_told(file: str) -> None:
         first = Fragile()
         first._lost = True
         scene = Scene([first], Refusing(ModelLoadError(f"/models/{file}/1/model.onnx: not found")))
-        scene.instances[0].on_lost_device = told.append
+        scene.instances[0].recovery.on_lost_device = told.append
         await scene.ask(1)
         await scene.up_again()
         await asyncio.sleep(0)
@@ -261,7 +261,7 @@ def test_a_copy_that_exceeds_its_time_limit_is_replaced(
     async def scene() -> None:
         (model,) = load_repository(tmp_path, runtime)
         (instance,) = model.batcher.instances
-        first = instance._copy.backend
+        first = runner_of(instance).backend
         assert await ask_model(model, inputs(5)) == [5.0]
         assert await ask_model(model, inputs(too_long)) == (
             "the model did not answer within its 0.5 s and is being restarted; try again later"
@@ -270,7 +270,7 @@ def test_a_copy_that_exceeds_its_time_limit_is_replaced(
         assert await ask_model(model, inputs(7)) == [7.0]
         assert [*ready, model.is_ready] == [False, True]
         assert (instance.restarts, instance.fault) == (1, "a batch was not computed within 0.5 s")
-        assert instance._copy.backend is not first
+        assert runner_of(instance).backend is not first
         await model.batcher.drain()
 
     before = set(threading.enumerate())

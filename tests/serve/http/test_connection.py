@@ -9,10 +9,9 @@ import socket
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 
-import h11
 import pytest
 
-from halfserve.serve.http.http_connection import EVENTS, EventTurns
+from halfserve.serve.http.http_connection import EVENTS
 from halfserve.serve.http.http_options import HttpLimits, HttpOptions
 from halfserve.serve.http.rest_server import RestServer
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
@@ -114,7 +113,7 @@ class Looker:
         self._look()
 
     def _look(self) -> None:
-        self.seen.update(len(one.conn.trailing_data[0]) for one in self._server._open())
+        self.seen.update(one._parser.buffered_bytes for one in self._server._open())
         self._handle = self._loop.call_soon(self._look)
 
     def stop(self) -> None:
@@ -164,17 +163,6 @@ def test_a_refusal_amid_small_chunks_is_answered(rest: RestServer) -> None:
         assert b" 413 " in read_answer(peer)
 
 
-def test_a_turn_has_a_limited_number_of_events() -> None:
-    connection = EventTurns(h11.SERVER)
-    connection.receive_data(HEAD + BODY)
-    events = [connection.next_event() for _ in range(EVENTS)]
-    assert h11.NEED_DATA not in events
-    assert (connection.next_event(), connection.has_more) == (h11.NEED_DATA, True)
-    connection.begin_turn()
-    assert isinstance(connection.next_event(), h11.Data)
-    assert not connection.has_more
-
-
 class Scene:
     """A connection to a server that can stand still."""
 
@@ -190,7 +178,7 @@ class Scene:
 
     def unread(self) -> int:
         """Bytes that no socket takes."""
-        return self._server.call(lambda: sum(one.transport.get_write_buffer_size() for one in self._connections))
+        return self._server.call(lambda: sum(one.writer.unread_bytes for one in self._connections))
 
 
 @pytest.fixture

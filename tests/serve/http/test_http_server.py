@@ -4,7 +4,6 @@ import asyncio
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,11 +14,11 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.http_options import HttpLimits, HttpOptions, memory_of
 from halfserve.serve.http.http_server import HttpServer
 from halfserve.serve.http.request_body import FULL
 from halfserve.serve.http.rest_server import RestServer, application
+from halfserve.serve.http.routing.route_table import GuardedRoute, RestRoute
 from halfserve.serve.protocol.rpc import DESCRIPTION
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.memory_budget import MemoryBudget
@@ -42,7 +41,7 @@ def limited(server: RunningServer, limits: HttpLimits) -> Iterator[tuple[str, in
 @contextmanager
 def listening(server: RunningServer, path: str, answer: Any) -> Iterator[tuple[HttpServer, int]]:
     """A server with one route, and its port."""
-    app = application([GuardedRoute(path, answer, DESCRIPTION)], "127.0.0.1", HttpOptions())
+    app = application([GuardedRoute(RestRoute("GET", path, DESCRIPTION), answer)], "127.0.0.1", HttpOptions())
     made = server.call(lambda: HttpServer(app, "127.0.0.1", 0, limits=HttpLimits()))
     port = server.run(made.start())
     try:
@@ -62,18 +61,6 @@ def ended(peer: socket.socket) -> bool:
     return True
 
 
-class Connections(set[Any]):
-    """Where the server keeps its connections; tells when one of them has ended."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ended = threading.Event()
-
-    def discard(self, connection: Any) -> None:
-        super().discard(connection)
-        self.ended.set()
-
-
 @pytest.mark.parametrize("words", [b"", b"GET /v2 HT", b"GET /v2 HTTP/1.1\r\nhost: localhost\r\nx-slow: "], ids=range(3))
 def test_a_client_that_dribbles_headers_is_cut_off(server: RunningServer, words: bytes) -> None:
     with limited(server, HttpLimits(header_s=0.05)) as address, socket.create_connection(address) as peer:
@@ -90,7 +77,6 @@ def test_an_idle_connection_is_closed(server: RunningServer) -> None:
 
 def test_an_answer_that_is_not_read_is_given_up(server: RunningServer) -> None:
     with running_http(server, limits=HttpLimits(stall_s=0.1)) as rest, socket.socket() as peer:
-        connections = rest._servers[0]._state.connections = Connections()
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         peer.connect(("127.0.0.1", rest.port))
         request = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -99,7 +85,7 @@ def test_an_answer_that_is_not_read_is_given_up(server: RunningServer) -> None:
                 peer.sendall(request)
             except OSError:
                 break
-        assert connections.ended.wait(HOLD_S), "the connection is still open"
+        server.until(lambda: not rest._servers[0].connections)
 
 
 def test_connections_over_the_limit_get_503_and_retry_after(server: RunningServer) -> None:
@@ -123,8 +109,9 @@ def test_connections_over_the_limit_get_503_and_retry_after(server: RunningServe
         b"GET /v2 HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
         b"POST /v2 HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
         b"GET /v2 HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 50_000,
+        b"HEAD /v2 HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
     ],
-    ids=["tls", "two-hosts", "two-lengths", "long"],
+    ids=["tls", "two-hosts", "two-lengths", "long", "head"],
 )
 def test_invalid_http_is_answered_and_not_logged(rest: RestServer, words: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_connection(("127.0.0.1", rest.port)) as peer:
@@ -142,8 +129,30 @@ def test_an_unexpected_error_is_logged_and_not_sent(server: RunningServer, caplo
     with listening(server, "/fail", fail) as (_, port):
         answer = httpx.get(f"http://127.0.0.1:{port}/fail", timeout=60)
     assert (answer.status_code, answer.json()) == (500, {"error": "the server failed on this request; its log says why"})
-    assert answer.headers["connection"] == "close"  # which uvicorn does
+    assert answer.headers["connection"] == "close"
     assert "/secret/path" in caplog.text
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_an_application_that_stops_short_ends_its_connection(
+    server: RunningServer, caplog: pytest.LogCaptureFixture, begins: bool
+) -> None:
+    async def stop_short(_: Any, __: Any, send: Any) -> None:
+        if begins:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+
+    made = server.call(lambda: HttpServer(stop_short, "127.0.0.1", 0, limits=HttpLimits()))
+    with socket.create_connection(("127.0.0.1", server.run(made.start())), HOLD_S) as peer, peer.makefile("rb") as answer:
+        peer.sendall(LIVE)
+        said = answer.read()  # until the end
+    server.run(made.stop(1))
+    if begins:
+        assert said.endswith(b"begun\r\n"), "the client must see that the answer is not whole"
+    else:
+        assert said.startswith(b"HTTP/1.1 500 ")
+        assert said.endswith(b'{"error":"the server failed on this request; its log says why"}')
+    assert "the application ended before its answer was complete" in caplog.text
 
 
 def test_websockets_are_answered_as_what_they_also_are(http: httpx.Client) -> None:
@@ -313,8 +322,7 @@ def test_a_slowly_read_answer_is_complete_before_the_server_stops(server: Runnin
     async def stop(http: HttpServer) -> int:
         (connection,) = http._state.connections
         await asyncio.gather(http.stop(HOLD_S), http.stop(0.0))
-        assert connection.transport is not None
-        return connection.transport.get_write_buffer_size()
+        return connection.writer.unread_bytes
 
     with (
         listening(server, "/large", large) as (http, port),
@@ -362,7 +370,7 @@ def test_without_http_options_nothing_is_imported() -> None:
         "import asyncio, sys, halfserve.serve.server\n"
         "from halfserve.serve.server import start_http\n"
         "assert asyncio.run(start_http(None, None, 'localhost', None)) is None\n"
-        "print([name for name in ('starlette', 'uvicorn', 'h11', 'anyio') if name in sys.modules])"
+        "print([name for name in ('starlette', 'h11', 'anyio') if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert run.stdout.strip() == "[]"

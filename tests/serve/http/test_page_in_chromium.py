@@ -190,13 +190,13 @@ def test_what_was_refused_is_shown_with_its_reason(tab: Tab, url: str, served: t
 def test_metrics_report_the_state_of_instances(tab: Tab, url: str, served: tuple[RunningServer, RestServer]) -> None:
     server, _ = served
     (copy,) = server.core.model("picky").batcher.instances
-    copy.restarts, copy.fault = 2, "it hung for 5 s"
+    copy.recovery.restarts, copy.recovery.fault = 2, "it hung for 5 s"
     try:
         choose(tab, url, "picky")
         text = tab.wait_for("document.querySelector('#facts dl').innerText")
         assert "1 up\ncopy 0 was restarted 2 times\ncopy 0: it hung for 5 s" in text
     finally:
-        copy.restarts, copy.fault = 0, None
+        copy.recovery.restarts, copy.recovery.fault = 0, None
 
 
 def test_the_certificate_is_shown(tab: Tab, url: str) -> None:

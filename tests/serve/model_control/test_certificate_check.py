@@ -86,43 +86,83 @@ def verdict(version: Path, key: Path | None = None) -> str:
     return parameters["halfserve.certificate"].string_value if "halfserve.certificate" in parameters else "none"
 
 
+def edit_model(model: Path, change: Callable[[onnx.ModelProto], object]) -> None:
+    message = onnx.load(model)
+    change(message)
+    model.write_bytes(message.SerializeToString())
+
+
+def name_nothing(message: onnx.ModelProto) -> None:
+    del message.metadata_props[:]
+
+
+def name_certificate(content: dict[str, Any]) -> Callable[[onnx.ModelProto], object]:
+    def change(message: onnx.ModelProto) -> None:
+        (entry,) = (entry for entry in message.metadata_props if entry.key == KEY)
+        entry.value = certificate_sha256(content)
+
+    return change
+
+
+def checked(model: Path, key: Path | None) -> str | None:
+    return check_certificate(model, key=None if key is None else VerifyingKey(key))
+
+
+def assert_refused(model: Path, match: str, key: Path | None = None) -> None:
+    """Check that a model file is refused, or the version in a folder."""
+    judge = verdict if model.is_dir() else checked
+    with pytest.raises(ModelLoadError, match=match):
+        judge(model, key)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, Path]:
+    return key_pair(tmp_path)
+
+
+@pytest.fixture
+def public(keys: tuple[Path, Path]) -> Path:
+    return keys[1]
+
+
+@pytest.fixture
+def version(tmp_path: Path, keys: tuple[Path, Path]) -> Path:
+    """A signed version; without a key its signature is not looked at."""
+    return exported(tmp_path, certificate_key=keys[0])
+
+
 def test_a_model_and_its_certificate_belong_together(tmp_path: Path) -> None:
     assert check_certificate(save_mlp(tmp_path / "bare" / "model.onnx")) is None
     model = certified(tmp_path / "good")
     assert check_certificate(model) == "passed"
     assert check_certificate(certified(tmp_path / "empty", replace(PASSED, outputs=()))) == "failed"  # nothing was compared
     model.write_bytes(model.read_bytes() + b"\x18\x00")
-    with pytest.raises(ModelLoadError, match=r"model.onnx: is not the file that certificate.json was made for \(its SHA-256"):
-        check_certificate(model)
+    assert_refused(model, r"model.onnx: is not the file that certificate.json was made for \(its SHA-256")
 
 
 def test_a_certificate_that_was_changed_is_refused(tmp_path: Path) -> None:
     model = certified(tmp_path, replace(PASSED, outputs=()))
     rewrite(model, passed=True)
-    with pytest.raises(ModelLoadError, match="certificate.json: is not the certificate that the model names in its metadata"):
-        check_certificate(model)
+    assert_refused(model, "certificate.json: is not the certificate that the model names in its metadata")
 
 
 def test_a_new_hash_in_the_certificate_does_not_vouch_for_another_model(tmp_path: Path) -> None:
     model = certified(tmp_path)
-    message = onnx.load(model)
-    weight = message.graph.initializer[0]
-    weight.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(weight), weight.name))
-    model.write_bytes(message.SerializeToString())
+
+    def negate(message: onnx.ModelProto) -> None:
+        weight = message.graph.initializer[0]
+        weight.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(weight), weight.name))
+
+    edit_model(model, negate)
     rewrite(model, onnx_sha256=file_sha256(model))
-    with pytest.raises(ModelLoadError, match=r"model.onnx: is not the file that certificate.json was made for \(its SHA-256"):
-        check_certificate(model)
+    assert_refused(model, r"model.onnx: is not the file that certificate.json was made for \(its SHA-256")
     rewrite(model, content_sha256=open_model(model).digests.content)
-    with pytest.raises(ModelLoadError, match="certificate.json: is not the certificate that the model names in its metadata"):
-        check_certificate(model)
+    assert_refused(model, "certificate.json: is not the certificate that the model names in its metadata")
 
 
-def test_a_model_that_names_no_certificate_has_no_verdict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    version = exported(tmp_path)
+def test_a_model_that_names_no_certificate_has_no_verdict(version: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = version / "model.onnx"
-    message = onnx.load(model)
-    del message.metadata_props[:]
-    model.write_bytes(message.SerializeToString())
+    edit_model(model, name_nothing)
     rewrite(model, onnx_sha256=file_sha256(model), content_sha256=file_sha256(model))
     assert verdict(version) == "none"
     assert "model.onnx: its metadata names no certificate, so the one beside it is no proof" in caplog.text
@@ -140,16 +180,12 @@ def test_the_certificates_result_is_in_the_models_parameters(tmp_path: Path) -> 
     assert verdict(exported(tmp_path)) == "passed"
 
 
-def test_a_certificate_from_before_it_listed_files_still_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    version = exported(tmp_path)
+def test_a_certificate_from_before_it_listed_files_still_holds(version: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, path = version / "model.onnx", version / "certificate.json"
     names = {"files", "settings", "content_sha256", "signature", "onnx_sha256"}
     content = {name: value for name, value in json.loads(path.read_text()).items() if name not in names}
     content["schema_version"] = 3
-    message = onnx.load(model)
-    (entry,) = (entry for entry in message.metadata_props if entry.key == KEY)
-    entry.value = certificate_sha256(content)
-    model.write_bytes(message.SerializeToString())
+    edit_model(model, name_certificate(content))
     path.write_text(json.dumps({**content, "onnx_sha256": file_sha256(model)}))
     assert verdict(version) == "passed"
     assert "certificate.json: does not hold the hash of fp32/model.onnx, ../labels.txt, tokenizer.json" in caplog.text
@@ -193,29 +229,26 @@ def reshaped(config: ModelConfig) -> None:
     ids=["task", "scores", "tokens", "no task", "no labels", "reshape"],
 )
 def test_a_setting_that_changes_the_meaning_of_answers_is_named(
-    change: Callable[[ModelConfig], object], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    change: Callable[[ModelConfig], object], said: str, version: Path, public: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    private, public = key_pair(tmp_path)
-    version = exported(tmp_path, certificate_key=private)
     assert verdict(version, public) == "passed"
     assert "is not what certificate.json was made for" not in caplog.text
     configure(version, change)
     (files,) = find_models(version.parent.parent)
     assert check_certificate(files.model, files.config) == "passed"
     assert f"config.pbtxt: is not what certificate.json was made for: {said}" in caplog.text
-    with pytest.raises(ModelLoadError, match=re.escape(said) + ".*; change that back, or export the model again"):
-        verdict(version, public)
+    assert_refused(version, re.escape(said) + ".*; change that back, or export the model again", public)
 
 
-def test_a_new_version_is_certified_with_the_settings_that_are_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    private, public = key_pair(tmp_path)
-    version = exported(tmp_path, certificate_key=private)
+def test_a_new_version_is_certified_with_the_settings_that_are_there(
+    version: Path, keys: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     configure(version, parameter("token_ids", "own"))
     half = tmp_path / "half.onnx"
     certificate = replace(PASSED, onnx_sha256=open_model(half).sha256)
-    again = write_model_version(version.parent.parent, "m", half, certificate, task=TASK, certificate_key=private)
+    again = write_model_version(version.parent.parent, "m", half, certificate, task=TASK, certificate_key=keys[0])
     assert again.name == "2"
-    assert verdict(again, public) == "passed"
+    assert verdict(again, keys[1]) == "passed"
     assert "certificate" not in caplog.text
 
 
@@ -259,10 +292,8 @@ def whole_shapes(config: ModelConfig) -> None:
 
 @pytest.mark.parametrize("change", [tuned, by_hand, whole_shapes])
 def test_settings_that_tune_a_server_are_not_bound(
-    change: Callable[[ModelConfig], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    change: Callable[[ModelConfig], object], version: Path, public: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    private, public = key_pair(tmp_path)
-    version = exported(tmp_path, certificate_key=private)
     configure(version, change)
     assert verdict(version, public) == "passed"
     assert "certificate" not in caplog.text
@@ -288,9 +319,8 @@ def test_the_parameters_that_certificates_bind_exist() -> None:
 
 
 def other_twin(path: Path) -> None:
-    message = onnx.load(path)
-    message.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.array(999, np.float32), "thousand"))
-    path.write_bytes(message.SerializeToString())
+    other = numpy_helper.from_array(np.array(999, np.float32), "thousand")
+    edit_model(path, lambda message: message.graph.initializer[0].CopyFrom(other))
 
 
 @pytest.mark.parametrize(
@@ -302,18 +332,14 @@ def other_twin(path: Path) -> None:
     ],
     ids=["twin", "tokenizer", "labels"],
 )
-def test_another_models_file_beside_a_model_is_refused(name: str, swap: Callable[[Path], object], tmp_path: Path) -> None:
-    version = exported(tmp_path)
+def test_another_models_file_beside_a_model_is_refused(name: str, swap: Callable[[Path], object], version: Path) -> None:
     swap(version / name)
-    with pytest.raises(ModelLoadError, match=rf"m/(1/)?{name.removeprefix('../')}: is not the file that .*; put that"):
-        verdict(version)
+    assert_refused(version, rf"m/(1/)?{name.removeprefix('../')}: is not the file that .*; put that")
     rewrite(version / "model.onnx", files={})
-    with pytest.raises(ModelLoadError, match="certificate.json: is not the certificate that the model names in its metadata"):
-        verdict(version)
+    assert_refused(version, "certificate.json: is not the certificate that the model names in its metadata")
 
 
-def test_a_file_that_the_user_removes_is_not_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    version = exported(tmp_path)
+def test_a_file_that_the_user_removes_is_not_missed(version: Path, caplog: pytest.LogCaptureFixture) -> None:
     (version / "fp32" / "model.onnx").unlink()
     (version / "tokenizer.json").unlink()
     assert verdict(version) == "passed"
@@ -331,50 +357,38 @@ def test_files_that_the_user_adds_are_named_as_not_bound(tmp_path: Path, caplog:
 def test_a_list_of_files_elsewhere_is_refused(files: object, tmp_path: Path) -> None:
     model = certified(tmp_path)
     rewrite(model, files=files)
-    content = json.loads((tmp_path / "certificate.json").read_text())
-    message = onnx.load(model)
-    message.metadata_props[0].value = certificate_sha256(content)
-    model.write_bytes(message.SerializeToString())
+    edit_model(model, name_certificate(json.loads((tmp_path / "certificate.json").read_text())))
     rewrite(model, onnx_sha256=file_sha256(model))
-    with pytest.raises(ModelLoadError, match="is no certificate that halfserve wrote|expected one in the model's folder"):
-        check_certificate(model)
+    assert_refused(model, "is no certificate that halfserve wrote|expected one in the model's folder")
 
 
-def test_with_a_key_only_a_certificate_that_it_signed_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    private, public = key_pair(tmp_path)
+def test_with_a_key_only_a_certificate_that_it_signed_is_served(
+    version: Path, public: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     _, other = key_pair(tmp_path / "other")
-    version = exported(tmp_path, certificate_key=private)
     assert verdict(version, public) == "passed"
     assert verdict(version) == "passed"
-    with pytest.raises(ModelLoadError, match="certificate.json: is signed with another key, or was changed since, expected a"):
-        verdict(version, other)
+    assert_refused(version, "certificate.json: is signed with another key, or was changed since, expected a", other)
     model = version / "model.onnx"
     forged = embed_in_file(model, replace(PASSED, notes=("forged",)))
     signature = json.loads((version / "certificate.json").read_text())["signature"]
     (version / "certificate.json").write_bytes(replace(forged, signature=signature).to_bytes())
     assert verdict(version) == "passed"  # all hashes are right
-    with pytest.raises(ModelLoadError, match="certificate.json: is signed with another key, or was changed since, expected a"):
-        verdict(version, public)
+    assert_refused(version, "certificate.json: is signed with another key, or was changed since, expected a", public)
     (version / "certificate.json").write_bytes(forged.to_bytes())
-    with pytest.raises(ModelLoadError, match="certificate.json: is not signed, expected a signature by the private key of"):
-        verdict(version, public)
+    assert_refused(version, "certificate.json: is not signed, expected a signature by the private key of", public)
     (version / "certificate.json").unlink()
-    unnamed = onnx.load(model)
-    del unnamed.metadata_props[:]
-    model.write_bytes(unnamed.SerializeToString())
+    edit_model(model, name_nothing)
     assert verdict(version, public) == "none"
     assert "model.onnx: has no certificate that the certificate key could check" in caplog.text
 
 
-def test_a_certificate_that_the_model_names_is_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    private, public = key_pair(tmp_path)
-    version = exported(tmp_path, certificate_key=private)
+def test_a_certificate_that_the_model_names_is_missed(version: Path, public: Path, caplog: pytest.LogCaptureFixture) -> None:
     (version / "certificate.json").unlink()
     assert verdict(version) == "none"
     (line,) = [record.getMessage() for record in caplog.records if "certificate.json: is missing" in record.getMessage()]
     assert "nothing shows whether the model was changed, and it is served without a verdict" in line
-    with pytest.raises(ModelLoadError, match=r"certificate.json: is missing, .*; --certificate-key takes no such model"):
-        verdict(version, public)
+    assert_refused(version, r"certificate.json: is missing, .*; --certificate-key takes no such model", public)
     bare = find_models(version / "model.onnx")[0]
     caplog.clear()
     assert check_certificate(bare.model, bare.config) is None
@@ -392,14 +406,12 @@ def test_a_single_file_carries_its_verdict(tmp_path: Path, external: bool) -> No
     embed_in_file(model, PASSED, key=SigningKey(private), is_inside=True)
     assert check_certificate(model) == "passed"
     assert check_certificate(model, key=VerifyingKey(public)) == "passed"
-    with pytest.raises(ModelLoadError, match="the certificate inside .*one.onnx: is signed with another key"):
-        check_certificate(model, key=VerifyingKey(key_pair(tmp_path / "other")[1]))
+    assert_refused(model, "the certificate inside .*one.onnx: is signed with another key", key_pair(tmp_path / "other")[1])
     changed = tmp_path / "weights.bin" if external else model
     content = bytearray(changed.read_bytes())
     content[-1 if external else len(plain) // 2] ^= 1
     changed.write_bytes(content)
-    with pytest.raises(ModelLoadError, match="one.onnx: is not the file that its certificate was made for"):
-        check_certificate(model)
+    assert_refused(model, "one.onnx: is not the file that its certificate was made for")
 
 
 def test_a_verdict_inside_that_was_changed_is_refused(tmp_path: Path) -> None:
@@ -410,8 +422,7 @@ def test_a_verdict_inside_that_was_changed_is_refused(tmp_path: Path) -> None:
         inside = json.loads(certificate_inside(file, model.stat().st_size) or b"")
     with model.open("ab") as file:  # of two entries the last one counts
         file.write(certificate_entry({**inside, "passed": True}))
-    with pytest.raises(ModelLoadError, match="the certificate inside .*one.onnx: is not the certificate that the model names"):
-        check_certificate(model)
+    assert_refused(model, "the certificate inside .*one.onnx: is not the certificate that the model names")
 
 
 def test_data_files_count(tmp_path: Path) -> None:
@@ -424,22 +435,21 @@ def test_data_files_count(tmp_path: Path) -> None:
     assert certificate.onnx_sha256 == hashlib.sha256(lines.encode()).hexdigest()
     assert check_certificate(model) == "passed"
     data.write_bytes(data.read_bytes()[:-1] + b"x")
-    with pytest.raises(ModelLoadError, match="its SHA-256 differs from the one there"):
-        check_certificate(model)
+    assert_refused(model, "its SHA-256 differs from the one there")
     data.unlink()
-    with pytest.raises(ModelLoadError, match="weights.bin: is missing; the model beside it keeps weights there"):
-        check_certificate(model)
+    assert_refused(model, "weights.bin: is missing; the model beside it keeps weights there")
 
 
 def test_data_files_elsewhere_are_not_read(tmp_path: Path) -> None:
     model = certified(tmp_path / "model")
-    message = onnx.load(model)
-    tensor = message.graph.initializer[0]
-    tensor.data_location = onnx.TensorProto.EXTERNAL
-    tensor.external_data.add(key="location", value="../../../../../../dev/zero")
-    model.write_bytes(message.SerializeToString())
-    with pytest.raises(ModelLoadError, match="keeps weights in '../../../../../../dev/zero', expected a file beside it"):
-        check_certificate(model)
+
+    def keep_elsewhere(message: onnx.ModelProto) -> None:
+        tensor = message.graph.initializer[0]
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        tensor.external_data.add(key="location", value="../../../../../../dev/zero")
+
+    edit_model(model, keep_elsewhere)
+    assert_refused(model, "keeps weights in '../../../../../../dev/zero', expected a file beside it")
 
 
 @pytest.mark.parametrize(
@@ -454,8 +464,7 @@ def test_data_files_elsewhere_are_not_read(tmp_path: Path) -> None:
 def test_a_file_that_is_not_a_certificate_is_refused(tmp_path: Path, content: bytes, text: str) -> None:
     model = save_mlp(tmp_path / "model.onnx")
     (tmp_path / "certificate.json").write_bytes(content)
-    with pytest.raises(ModelLoadError, match=text):
-        check_certificate(model)
+    assert_refused(model, text)
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="Linux has it, and it cannot be read at 0")

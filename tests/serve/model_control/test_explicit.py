@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -59,6 +60,22 @@ def refusal(client: triton.InferenceServerClient, name: str, **arguments: object
     with pytest.raises(InferenceServerException) as refused:
         client.load_model(name, **arguments)
     return refused.value.status().removeprefix("StatusCode."), refused.value.message()
+
+
+def break_model(repository: Path, name: str = "mlp", version: str = "1") -> Path:
+    path = repository / name / version / "model.onnx"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"this is no model")
+    return path
+
+
+def assert_start_fails(repository: Path, match: str, mode: ControlMode = ControlMode.NONE, **options: Any) -> None:
+    with pytest.raises(ModelLoadError, match=match), controlled_server(repository, mode, **options):
+        raise AssertionError
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_a_model_is_loaded_served_unloaded_and_loaded_again(client: triton.InferenceServerClient) -> None:
@@ -144,9 +161,7 @@ def test_unchanged_versions_stay_loaded(server: RunningServer, client: triton.In
 def test_a_broken_version_is_refused_while_the_old_one_serves(client: triton.InferenceServerClient, repository: Path) -> None:
     client.load_model("mlp")
     answer = ask(client)
-    broken = repository / "mlp" / "2" / "model.onnx"
-    broken.parent.mkdir()
-    broken.write_bytes(b"this is no model")
+    broken = break_model(repository, version="2")
     code, text = refusal(client, "mlp")
     assert code == "FAILED_PRECONDITION"
     assert text.startswith("model 'mlp' was refused: mlp/2/model.onnx: is not")
@@ -168,7 +183,7 @@ def test_a_version_with_broken_new_files_serves_from_the_old_ones(
 ) -> None:
     client.load_model("mlp")
     answer = ask(client)
-    (repository / "mlp" / "1" / "model.onnx").write_bytes(b"this is no model")
+    break_model(repository)
     refusal(client, "mlp")
     assert ask(client) == answer
     assert client.is_model_ready("mlp", "1")
@@ -194,7 +209,7 @@ def test_a_refusal_names_only_the_refused_versions(client: triton.InferenceServe
 def test_a_refusal_is_reported_although_another_version_is_good(client: triton.InferenceServerClient, repository: Path) -> None:
     every = '{"version_policy": {"all": {}}}'
     client.load_model("mlp", config=every)
-    (repository / "mlp" / "1" / "model.onnx").write_bytes(b"this is no model")
+    break_model(repository)
     save_mlp(repository / "mlp" / "2" / "model.onnx")
     assert refusal(client, "mlp", config=every)[1].startswith(f"model 'mlp' was refused: {KEPT}mlp/1/model.onnx: is not")
     one, two, _ = index(client)
@@ -207,7 +222,7 @@ def test_a_refusal_is_reported_although_another_version_is_good(client: triton.I
 
 
 def test_a_model_that_was_never_good_is_not_ready(client: triton.InferenceServerClient, repository: Path) -> None:
-    (repository / "mlp" / "1" / "model.onnx").write_bytes(b"this is no model")
+    break_model(repository)
     refusal(client, "mlp")
     assert not client.is_model_ready("mlp")
     assert index(client)[0][:3] == ("mlp", "1", "UNAVAILABLE")
@@ -300,21 +315,14 @@ def test_models_are_loaded_at_the_start_where_that_is_asked_for(repository: Path
         assert lines(server) == [("mlp", "", "UNAVAILABLE", NOT_LOADED), ("other", "1", "READY", "")]
     with controlled_server(repository, ControlMode.EXPLICIT, load_at_start=(ALL,)) as server:
         assert [line[:3] for line in lines(server)] == [("mlp", "1", "READY"), ("other", "1", "READY")]
-    with (
-        pytest.raises(ModelLoadError, match="has no model 'nope' to load at the start; it has mlp, other"),
-        controlled_server(repository, ControlMode.EXPLICIT, load_at_start=("nope",)),
-    ):
-        raise AssertionError
+    reason = "has no model 'nope' to load at the start; it has mlp, other"
+    assert_start_fails(repository, reason, ControlMode.EXPLICIT, load_at_start=("nope",))
 
 
 def test_a_broken_model_stops_the_start_unless_keep_going(repository: Path) -> None:
-    (repository / "mlp" / "1" / "model.onnx").write_bytes(b"this is no model")
+    break_model(repository)
     end = r"export it again\. The server starts with all its models or not at all; --keep-going starts it with the others$"
-    with (
-        pytest.raises(ModelLoadError, match=f"mlp/1/model.onnx: is not .*{end}"),
-        controlled_server(repository, ControlMode.NONE),
-    ):
-        raise AssertionError
+    assert_start_fails(repository, f"mlp/1/model.onnx: is not .*{end}")
     with controlled_server(repository, ControlMode.NONE, keep_going=True) as server:
         assert [line[:3] for line in lines(server)] == [("mlp", "1", "UNAVAILABLE"), ("other", "1", "READY")]
 
@@ -322,31 +330,25 @@ def test_a_broken_model_stops_the_start_unless_keep_going(repository: Path) -> N
 def test_each_broken_model_has_its_line_before_the_start_ends(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_mlp(repository / "third" / "1" / "model.onnx")
     for name in ("mlp", "third"):
-        (repository / name / "1" / "model.onnx").write_bytes(b"this is no model")
+        break_model(repository, name)
     summary = "^2 models cannot be served, for the reasons above. The server starts .*; --keep-going starts it with the others$"
-    with pytest.raises(ModelLoadError, match=summary), controlled_server(repository, ControlMode.NONE):
-        raise AssertionError
-    first, second = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    assert_start_fails(repository, summary)
+    first, second = errors(caplog)
     assert "mlp/1/model.onnx: is not" in first
     assert "third/1/model.onnx: is not" in second
 
 
 def test_a_single_broken_model_is_the_whole_error(repository: Path) -> None:
     shutil.rmtree(repository / "other")
-    (repository / "mlp" / "1" / "model.onnx").write_bytes(b"this is no model")
-    with pytest.raises(ModelLoadError, match="; export it again$"), controlled_server(repository, ControlMode.NONE):
-        raise AssertionError
+    break_model(repository)
+    assert_start_fails(repository, "; export it again$")
 
 
 def test_the_cause_comes_before_its_consequence(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_ensemble(repository / "an", ensemble(step("mlp", "x=x", "y=out")))
-    (repository / "mlp" / "1" / "model.onnx").write_bytes(b"this is no model")
-    with (
-        pytest.raises(ModelLoadError, match="^2 models cannot be served, for the reasons above. "),
-        controlled_server(repository, ControlMode.NONE),
-    ):
-        raise AssertionError
-    cause, consequence = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    break_model(repository)
+    assert_start_fails(repository, "^2 models cannot be served, for the reasons above. ")
+    cause, consequence = errors(caplog)
     assert "mlp/1/model.onnx: is not a readable ONNX file" in cause
     assert consequence.endswith("step 1 (model 'mlp'): the model is not served; load or repair it, or correct model_name")
 
@@ -355,9 +357,8 @@ def test_a_reason_of_a_step_and_its_ensemble_is_said_once(repository: Path, capl
     save_ensemble(repository / "an", ensemble(step("mlp", "x=x", "y=out")))
     (repository / "mlp" / "config.pbtxt").write_text("max_batchsize: 4")
     end = r"; did you mean 'max_batch_size'\? The server starts with all its models or not at all; --keep-going starts it"
-    with pytest.raises(ModelLoadError, match=end), controlled_server(repository, ControlMode.NONE):
-        raise AssertionError
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert_start_fails(repository, end)
+    assert not errors(caplog)
 
 
 def test_other_modes_refuse_requests_to_load(repository: Path) -> None:

@@ -14,7 +14,7 @@ from halfserve.serve.engine.model_statistics import Reading
 from halfserve.serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
 from halfserve.serve.observability.exposition import exposition, gpu_metrics
 from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.observability.metric_text import to_text
+from tests.serve.observability.metric_text import declared_readings, to_text
 from tests.serve.observability.test_exposition import TwoGpus
 
 NAME = re.compile(r"\b(?:nv|halfserve|process)_\w+")
@@ -34,7 +34,8 @@ def everything() -> str:
         model.statistics.failed(0, InvalidArgumentError("wrong"))
         core = InferenceCore([model])
         core.figures.refuse(InvalidArgumentError("wrong"))
-        core.figures.readings |= {reading: lambda: 1 for reading in Reading}
+        for kind, name, text in declared_readings():
+            core.figures.readings[name] = Reading(kind, name, text, lambda: 1)
         guard: Any = SimpleNamespace(counters=lambda: counters, stop=lambda: None)
         model.guard = guard
         body, _ = await exposition(core)

@@ -18,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.model_statistics import BatchTimes, Reading
+from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.observability.access_log import AccessLogger
 from halfserve.serve.observability.inference_record import Caller, InferenceRecord
 from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions
@@ -141,7 +141,7 @@ def test_no_line_is_written_while_the_log_is_off(serving: Serving) -> None:
         observer = server.service.observability.observer
         assert observer.log is None
         assert observer.tracer is None
-        assert Reading.ACCESS_LOG_DROPPED not in server.core.figures.readings
+        assert "halfserve_access_log_dropped_total" not in server.core.figures.readings
 
 
 def test_a_log_that_cannot_be_written_costs_no_request(
@@ -157,7 +157,7 @@ def test_a_log_that_cannot_be_written_costs_no_request(
         for _ in range(3):
             client.infer("mlp", row(), client_timeout=CLIENT_TIMEOUT_S)
         server.call(server.service.observability.close)
-        assert server.call(server.core.figures.readings[Reading.ACCESS_LOG_DROPPED]) == 3
+        assert server.call(server.core.figures.readings["halfserve_access_log_dropped_total"].read) == 3
     assert "access log: " in caplog.text
     assert "No such file or directory" in caplog.text
 

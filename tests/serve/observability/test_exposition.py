@@ -28,17 +28,18 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import VersionState
-from halfserve.serve.engine.model_statistics import LatencyFigures, Reading
+from halfserve.serve.engine.model_statistics import LatencyFigures
 from halfserve.serve.engine.precision_guard.guard import NonFiniteError
 from halfserve.serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
 from halfserve.serve.observability.exposition import STATES_TOGETHER, TOGETHER, CpuMetrics, exposition, find_nvml, gpu_metrics
-from halfserve.serve.observability.metrics import latency_figures, number, triton_metrics
+from halfserve.serve.observability.metrics import latency_figures, number
+from halfserve.serve.observability.model_metrics import model_metrics
 from halfserve.serve.observability.observe_options import ObserveOptions
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.sequences.scene import Scene, play, sum_model
 from tests.serve.engine.sequences.test_slot_batches import telling_model
 from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, Serving, index, row
-from tests.serve.observability.metric_text import to_text
+from tests.serve.observability.metric_text import declared_readings, to_text
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 MLP = {"model": "mlp", "version": "3"}
@@ -109,20 +110,22 @@ def test_the_fast_transport_tells_its_connections(serving: Serving) -> None:
         channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"", timeout=CLIENT_TIMEOUT_S)
         samples = server.run(scrape(server.core))
     connections = samples.get(("halfserve_connections", ()))
-    assert connections == (1 if Reading.CONNECTIONS in server.core.figures.readings else None)
+    assert connections == (1 if "halfserve_connections" in server.core.figures.readings else None)
     assert (samples.get(("halfserve_calls", ())) is None) == (connections is None)
 
 
 def test_each_reading_is_a_metric_of_its_kind() -> None:
     async def run() -> str:
         core = InferenceCore([])
-        core.figures.readings |= {reading: lambda: 7 for reading in Reading}
+        for kind, name, text in declared_readings():
+            getattr(core.figures, kind)(name, text, lambda: 7)
         body, _ = await exposition(core)
         return body.decode()
 
     lines = set(asyncio.run(run()).splitlines())
-    for reading in Reading:
-        kind, name, text = reading.value
+    assert len(declared_readings()) > 9
+    for kind, name, text in declared_readings():
+        assert name.endswith("_total") == (kind == "counter")
         assert {f"# HELP {name} {text}", f"# TYPE {name} {kind}"} <= lines
         assert f"{name} 7" in lines
 
@@ -161,7 +164,8 @@ def test_failures_have_tritons_reasons_and_our_own() -> None:
 def test_requests_that_wait_in_their_sequences_are_pending(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     def pending(scene: Scene) -> float:
         labels = {"model": scene.model.name, "version": "1"}
-        return value(read(to_text(triton_metrics([scene.model]))), "nv_inference_pending_request_count", labels)
+        text = to_text(metric for _, metric in model_metrics([scene.model]))
+        return value(read(text), "nv_inference_pending_request_count", labels)
 
     async def test(scene: Scene) -> None:
         await scene.hold()

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from tritonclient.utils import InferenceServerException
 
-from halfserve.serve.engine.model_statistics import Reading
 from halfserve.serve.observability.inference_record import TraceContext, parent_of
 from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions
 from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, SECRET, Serving, index, row
@@ -199,7 +198,7 @@ def test_a_collector_gets_traces_that_were_turned_on_at_run_time(serving: Servin
             client.update_trace_settings(settings={"trace_level": "TIMESTAMPS", "trace_rate": "1"})
             client.infer("mlp", row(), client_timeout=CLIENT_TIMEOUT_S)
             (resource,) = collector.requests.get(timeout=CLIENT_TIMEOUT_S).resource_spans
-            assert server.call(server.core.figures.readings[Reading.TRACES]) == 1
+            assert server.call(server.core.figures.readings["halfserve_traces_total"].read) == 1
     assert ("service.name", "digits") in [(entry.key, entry.value.string_value) for entry in resource.resource.attributes]
     names = [span.name for span in resource.scope_spans[0].spans]
     assert sorted(names) == [
@@ -222,7 +221,7 @@ def test_a_lost_collector_costs_traces_and_nothing_else(
     with serving(options) as server, triton.InferenceServerClient(server.address) as client:
         client.infer("mlp", row(), client_timeout=CLIENT_TIMEOUT_S)
         server.call(server.service.observability.close)
-        assert server.call(server.core.figures.readings[Reading.TRACES_DROPPED]) == 1
+        assert server.call(server.core.figures.readings["halfserve_traces_dropped_total"].read) == 1
     assert "traces: 1 lost: the collector did not take them; check OTEL_EXPORTER_OTLP_ENDPOINT" in caplog.text
 
 

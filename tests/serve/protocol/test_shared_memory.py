@@ -295,7 +295,9 @@ class Asking:
 
 def wait_until_taken(server: RunningServer, count: int) -> None:
     batcher = server.core.model("held").batcher
-    server.until(lambda: batcher.waiting + batcher._running >= count)  # the second one may be handed to the thread already
+    server.until(
+        lambda: batcher.waiting + batcher._refusals.running >= count
+    )  # the second one may be handed to the thread already
 
 
 @pytest.mark.parametrize("shared", ["input", "output"])

@@ -20,9 +20,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.http.guards import GuardedRoute, RouteTable
 from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
+from halfserve.serve.http.routing.error_forms import ErrorForm
+from halfserve.serve.http.routing.route_table import GuardedRoute, RestRoute, RouteTable
 from halfserve.serve.protocol.rpc import INFERENCE, METADATA, Role
 from halfserve.serve.protocol.service import SERVICE
 from halfserve.serve.security.file_reload import DAY_S
@@ -232,15 +233,21 @@ def test_a_route_says_what_it_requires_and_its_path_only_once() -> None:
     async def answer(_: Request) -> Response:
         return Response()
 
+    def table_of(*routes: RestRoute) -> RouteTable:
+        return RouteTable([GuardedRoute(route, answer) for route in routes])
+
     with pytest.raises(TypeError, match="access"):
-        GuardedRoute("/new", answer)  # type: ignore[call-arg]
+        RestRoute("GET", "/new")  # type: ignore[call-arg]
+    new = RestRoute("GET", "/new", METADATA)
     with pytest.raises(ValueError, match="the routes of /new require different things"):
-        RouteTable([GuardedRoute("/new", answer, METADATA), GuardedRoute("/new", answer, INFERENCE, method="POST")])
-    table = RouteTable([GuardedRoute("/new", answer, METADATA), GuardedRoute("/new/{model}", answer, METADATA)])
+        table_of(new, RestRoute("POST", "/new", INFERENCE))
+    with pytest.raises(ValueError, match="the routes of /new have the error forms"):
+        table_of(new, RestRoute("POST", "/new", METADATA, form=ErrorForm.TEI))
+    table = table_of(new, RestRoute("GET", "/new/{model}", METADATA))
     assert [table.find(path)[1] for path in ("/new", "/new/a", "/new/a\n")] == [{}, {"model": "a"}, {"model": "a\n"}]
     assert [table.find(path)[0] for path in ("/new\n", "/new/", "/new/a/", "/NEW", "/new/a/b", "new", "")] == [None] * 7
     with pytest.raises(ValueError, match="GET /new has two routes, expected one"):
-        RouteTable([GuardedRoute("/new", answer, METADATA), GuardedRoute("/new", answer, METADATA)])
+        table_of(new, new)
 
 
 class Site:

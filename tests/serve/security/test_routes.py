@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from halfserve.serve.http.guards import GuardedRoute
 from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.rest_server import RestServer
+from halfserve.serve.http.routing.route_table import GuardedRoute
 from halfserve.serve.protocol.rpc import Api, Role
 from halfserve.serve.security.restricted_apis import restricted_group
 from halfserve.serve.security.security import Security

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from starlette.responses import Response
 
 from halfserve.serve.http.http_options import HttpLimits
 from halfserve.serve.http.http_server import HttpServer
@@ -125,7 +126,7 @@ def test_a_connection_over_the_limit_is_unavailable_at_once_and_logged(caplog: p
 def test_all_ports_keep_to_one_limit() -> None:
     limit = ConnectionLimit(1)
     with serving(limit) as server:
-        rest = server.call(lambda: HttpServer(None, "127.0.0.1", 0, limits=HttpLimits(), connections=limit))
+        rest = server.call(lambda: HttpServer(Response(), "127.0.0.1", 0, limits=HttpLimits(), connections=limit))
         port = server.run(rest.start())
         try:
             with connected(server):

@@ -10,8 +10,8 @@ import onnx
 import onnx_ir
 import onnxruntime
 
+from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.conversion_report import Repair
-from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.prepare import prepare
 from halfserve.export.onnx_fp16.repair import run_passes
 from halfserve.export.onnx_fp16.repair.edits import RepairPass

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
+from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.prepare import prepare, repair_model
 from halfserve.export.onnx_fp16.repair import REPAIRS, run_passes
 from halfserve.export.verification.simulation import round_every_node

@@ -7,7 +7,7 @@ import onnx
 import onnx_ir
 import pytest
 
-from halfserve.export.onnx_fp16.conversion_settings import ConversionSettings
+from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.convert import convert
 from halfserve.export.onnx_fp16.planning.plan import KEEP
 from halfserve.export.onnx_fp16.prepare import prepare
@@ -126,11 +126,12 @@ def test_a_long_chain_is_converted(op: str) -> None:
     second = ", c" if op in ("Mul", "Add") else ""
     steps = " ".join(f"a{i + 1} = {op} (a{i}{second})" for i in range(LENGTH))
     text = f"g (float[N, 8] x) => (float[N, 8] y) {{ a0 = Relu (x) {steps} y = Softmax (a{LENGTH}) }}"
-    done = convert(onnx_ir.from_proto(parse(text, c=np.array(0.5))))
+    done = convert(onnx_ir.from_proto(parse(text, c=np.array(0.5))), ConversionSettings())
     assert done.report.fp16_nodes == done.report.float_nodes
 
 
 def test_a_long_chain_behind_a_mask_is_converted() -> None:
     steps = " ".join(f"a{i + 1} = Add (a{i}, c)" for i in range(LENGTH))
     text = f"g (float[N, 8] x) => (float[N, 8] y) {{ a0 = Add (x, lowest) {steps} y = Softmax (a{LENGTH}) }}"
-    assert convert(onnx_ir.from_proto(parse(text, c=np.array(0.5), lowest=np.array(-1e9)))).report.float_nodes > LENGTH
+    masked = onnx_ir.from_proto(parse(text, c=np.array(0.5), lowest=np.array(-1e9)))
+    assert convert(masked, ConversionSettings()).report.float_nodes > LENGTH

@@ -20,9 +20,7 @@ from halfserve.serve.backends.onnx_runtime.crash_probe import (
     NICENESS,
     CrashProbe,
     CrashVerdict,
-    CrashVerdictCache,
     ProbeProcess,
-    default_folder,
     onnx_trial,
 )
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
@@ -31,6 +29,7 @@ from halfserve.serve.backends.onnx_runtime.session_settings import OPTIMIZATION_
 from halfserve.serve.backends.runtimes import probing_runtimes
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.trials.decisions import Decisions, users_folder
 from tests.models import save_mlp, save_model, save_picky
 from tests.serve.backends.support import save_crashing_always, save_crashing_when_folded
 
@@ -49,7 +48,7 @@ class Probing:
     started: list[ProbeProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.probe = CrashProbe(CrashVerdictCache(self.folder), start=self.start, limit_s=self.limit_s)
+        self.probe = CrashProbe(Decisions(self.folder), start=self.start, limit_s=self.limit_s)
 
     def start(self) -> ProbeProcess:
         self.started.append(ProbeProcess() if self.command is None else ProbeProcess(self.command))
@@ -106,7 +105,7 @@ def test_sound_models_share_a_process_and_are_tried_once(probing: Probing, tmp_p
         runtime.load(path, runtime.describe(path), ON_CPU, config)
         assert OPTIMIZATION_LEVEL not in config.parameters
     assert len(probing.started) == 1
-    assert len(list(probing.folder.iterdir())) == 2
+    assert len(list((probing.folder / "crash_verdicts").iterdir())) == 2
 
 
 def test_a_process_is_light_until_a_model_takes_much_memory(probing: Probing, tmp_path: Path) -> None:
@@ -173,8 +172,9 @@ def test_a_process_that_cannot_be_started_is_a_warning(tmp_path: Path, caplog: p
 
 @pytest.mark.parametrize("content", ["", "[]", '{"level": "most", "crashes": {}}', '{"level": null}', "\x00"])
 def test_a_verdict_that_cannot_be_read_is_none(tmp_path: Path, content: str) -> None:
-    (tmp_path / "k.json").write_text(content)
-    assert CrashVerdictCache(tmp_path).find("k") is None
+    (tmp_path / "crash_verdicts").mkdir()
+    (tmp_path / "crash_verdicts" / "k.json").write_text(content)
+    assert Decisions(tmp_path).find(CrashVerdict, "k") is None
 
 
 def test_a_folder_that_cannot_be_written_costs_no_more_than_the_trial(tmp_path: Path) -> None:
@@ -185,9 +185,9 @@ def test_a_folder_that_cannot_be_written_costs_no_more_than_the_trial(tmp_path: 
 
 
 def test_a_verdict_that_cannot_be_put_in_place_leaves_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / "k.json").mkdir()  # which no file can replace
-    CrashVerdictCache(tmp_path).keep("k", CrashVerdict(OptimizationLevel.ALL, {}))
-    assert [path.name for path in tmp_path.iterdir()] == ["k.json"]
+    (tmp_path / "crash_verdicts" / "k.json").mkdir(parents=True)  # which no file can replace
+    Decisions(tmp_path).keep("k", CrashVerdict(OptimizationLevel.ALL, {}))
+    assert [path.name for path in (tmp_path / "crash_verdicts").iterdir()] == ["k.json"]
 
 
 def test_verdicts_lie_in_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,10 +200,10 @@ def test_verdicts_lie_in_the_users_cache_folder(tmp_path: Path, monkeypatch: pyt
 def test_a_user_without_a_home_keeps_no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "~")  # what expanduser(3) leaves where nobody knows the user
-    assert default_folder() is None
-    verdicts = CrashVerdictCache(default_folder())
-    verdicts.keep("k", CrashVerdict(OptimizationLevel.ALL, {}))
-    assert verdicts.find("k") is None
+    assert users_folder() is None
+    decisions = Decisions(users_folder())
+    decisions.keep("k", CrashVerdict(OptimizationLevel.ALL, {}))
+    assert decisions.find(CrashVerdict, "k") is None
 
 
 def test_a_verdict_holds_for_the_same_content_and_circumstances_only(tmp_path: Path) -> None:

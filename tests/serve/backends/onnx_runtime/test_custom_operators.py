@@ -18,15 +18,17 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
-from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashVerdictCache
+from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.session_settings import packaged_library
 from halfserve.serve.engine.backend import ONNX
 from halfserve.serve.engine.config.model_config import OPERATOR_PACKAGES
 from halfserve.serve.engine.config.parameters import ignored_settings
 from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.repository.model_loading import started
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.model_control.control_options import ControlMode
+from halfserve.serve.trials.decisions import Decisions
 from tests.serve.model_control.controlled import controlled_server, loader
 from tests.serve.running_server import running_server
 
@@ -74,11 +76,11 @@ def save_image_mean(folder: Path) -> None:
 @contextmanager
 def client_of(repository: Path, *, trust: bool = False) -> Iterator[Any]:
     """A server on a repository, loaded as `halfserve serve` does, crash probe included."""
-    probe = CrashProbe(CrashVerdictCache(None))
+    probe = CrashProbe(Decisions())
     loading = loader(runtime=OnnxRuntime(probe, trust_custom_operators=trust))
     try:
         with (
-            running_server(lambda: [loading.load(files).model() for files in find_models(repository)]) as server,
+            running_server(lambda: [started(loading.load(files)) for files in find_models(repository)]) as server,
             triton.InferenceServerClient(server.address) as client,
         ):
             yield client

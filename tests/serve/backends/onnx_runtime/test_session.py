@@ -21,7 +21,7 @@ from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.engine.repository.loaded_version import load_version
+from halfserve.serve.engine.repository.model_loading import load_version
 from halfserve.serve.engine.repository.model_repository import find_models
 from tests.models import save_mlp, save_model, save_picky, save_unbatched
 from tests.serve.backends.support import load_backend, open_session

@@ -12,7 +12,7 @@ from halfserve.serve.engine.backend import DevicePlacement, Trust
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_calls import ModelCalls
-from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_loading import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
 from halfserve.serve.transports.nghttp2.server import Nghttp2Server

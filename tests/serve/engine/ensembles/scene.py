@@ -20,7 +20,7 @@ from halfserve.serve.engine.ensembles.composition import EnsembleComposition
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.loaded_version import load_ensemble
+from halfserve.serve.engine.repository.model_loading import load_ensemble
 from halfserve.serve.engine.repository.model_repository import ModelFiles
 from halfserve.serve.engine.requests import InferRequest, Parameter, Respond
 from halfserve.serve.engine.tensors import Tensors, TensorSpec
@@ -85,7 +85,7 @@ def model(
         config=message,
         backends=[backend or StepBackend(add(1))],
         limits=batch_limits(message, Defaults(max_queue_size=max_waiting)),
-    )
+    ).start()
 
 
 def made(text: str, name: str = "pipe") -> Model:

@@ -24,10 +24,11 @@ from halfserve.serve.engine.execution.assembly import (
     pad_rows,
     use_buffers,
 )
-from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
+from halfserve.serve.engine.execution.batch import run_batch
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.request_batch import run_requests
 from halfserve.serve.engine.requests import CUT_BYTES, Answer, BatchOutputs, InferRequest
+from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.tensors import Array, DeviceBytes, LateArray, LateInputs, RawInput, RawInputs, RawLayout, Tensors
 from tests.serve.engine.fakes import FakeBackend
 

@@ -22,18 +22,20 @@ from halfserve.serve.engine.backend import Backend, BackendView, DevicePlacement
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import BackendError, InstanceLostError, OutOfMemoryError
-from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
+from halfserve.serve.engine.execution.batch import run_batch
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
-from halfserve.serve.engine.execution.instance import Instance, Supervision
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
+from halfserve.serve.engine.execution.runners import Supervision, make_instance
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.pace import CONFIDENT, BatchLimits, Pace
-from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load_version
+from halfserve.serve.engine.repository.model_loading import load_version, started
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.tensors import Tensors
-from halfserve.serve.model_control.warm_up import warm_up
+from halfserve.serve.trials.tried_version import TriedVersion
+from halfserve.serve.trials.warm_up import warm_up
 from tests.models import save_mlp, save_model, save_picky
 from tests.serve.engine.fakes import FakeBackend, HeldBackend
 from tests.serve.engine.scene import Answers, on_loop
@@ -50,7 +52,7 @@ def save_detector(path: Path, rows: str = "n", found: str = "n") -> Path:
     return save_model(path, nodes, [("x", TensorProto.FLOAT, [rows, 4])], [("y", TensorProto.INT64, [found, 2])])
 
 
-def loaded(root: Path, config: str = WAITS, runtime: Runtime | None = None) -> LoadedVersion:
+def loaded(root: Path, config: str = WAITS, runtime: Runtime | None = None) -> Model:
     (root / "m" / "config.pbtxt").write_text(config)
     (files,) = find_models(root)
     return load_version(files, runtime or OnnxRuntime(), DevicePlacement(use_gpu=False, threads=1), Defaults())
@@ -64,7 +66,7 @@ def test_the_warm_up_shows_that_rows_are_not_rows(tmp_path: Path, caplog: pytest
     save_detector(tmp_path / "m" / "1" / "model.onnx")
     version = loaded(tmp_path, runtime=runtime)
     assert version.invariance is not None
-    warm_up(version, 5.0)
+    warm_up(TriedVersion(version, 5.0))
     assert not version.invariance.is_safe
     assert "m/1: output 'y' has shape [4, 2] for 1 rows; its requests are computed one by one from now on" in caplog.text
     assert len(caplog.records) == 1
@@ -141,7 +143,7 @@ def test_memory_that_does_not_hold_a_request_is_said_to_be_the_reason() -> None:
 def test_a_batch_invariant_model_is_batched(tmp_path: Path) -> None:
     save_mlp(tmp_path / "m" / "1" / "model.onnx")
     version = loaded(tmp_path)
-    warm_up(version, 5.0)
+    warm_up(TriedVersion(version, 5.0))
     assert version.invariance is not None
     assert version.invariance.is_safe
 
@@ -153,8 +155,8 @@ def test_two_clients_of_a_detector_get_their_own_objects(tmp_path: Path, found: 
 
     def models() -> list[Model]:
         version = loaded(tmp_path)
-        warm_up(version, 5.0)
-        return [version.model()]
+        warm_up(TriedVersion(version, 5.0))
+        return [started(version)]
 
     answers: dict[str, list[list[int]]] = {}
 
@@ -293,8 +295,8 @@ class Finding(HeldBackend):
 
 def batcher_of(*backends: HeldBackend, invariance: BatchInvariance, max_delay_s: float = 0.0) -> Batcher:
     how = Supervision(label="m/1", invariance=invariance)
-    instances = [Instance(backend, number, how) for number, backend in enumerate(backends)]
-    return Batcher(instances, BatchLimits(max_rows=8, max_delay_s=max_delay_s), Statistics(), invariance=invariance)
+    instances = [make_instance(backend, number, how) for number, backend in enumerate(backends)]
+    return Batcher(instances, BatchLimits(max_rows=8, max_delay_s=max_delay_s), Statistics())
 
 
 @on_loop

@@ -12,7 +12,7 @@ import pytest
 
 from halfserve.serve.engine.backend import Backend
 from halfserve.serve.engine.background_threads import Worker
-from halfserve.serve.engine.batcher import LOADING_S
+from halfserve.serve.engine.dispatch.refusals import LOADING_S
 from halfserve.serve.engine.errors import InferenceError, ModelLoadError, UnavailableError
 from halfserve.serve.engine.execution.instance import LOOKS
 from halfserve.serve.engine.requests import InferRequest
@@ -51,7 +51,7 @@ async def test_a_copy_that_hangs_comes_back_once_a_thread_can_be_started(
 
     stuck, fresh = HeldBackend(held=True), HeldBackend()
     scene = Scene([stuck], lambda: fresh, max_compute_s=LIMIT_S)
-    monkeypatch.setattr("halfserve.serve.engine.execution.instance.Worker", Scarce)
+    monkeypatch.setattr("halfserve.serve.engine.execution.recovery.Worker", Scarce)
     assert await scene.ask(1) == ["the model did not answer within its 0.5 s and is being restarted; try again later"]
     await scene.up_again()
     assert scene.instances[0].fault == "can't start new thread"
@@ -194,7 +194,7 @@ async def test_between_reload_attempts_requests_are_refused_with_the_next_time()
         nonlocal tries
         tries += 1
         if tries == 1:
-            scene.instances[0]._wait_s = 3600.0  # as after many tries
+            scene.instances[0].recovery._wait_s = 3600.0  # as after many tries
             raise ModelLoadError("model.onnx: not found")
         assert let_load.wait(WAIT_S)
         return Fragile()
@@ -209,8 +209,8 @@ async def test_between_reload_attempts_requests_are_refused_with_the_next_time()
     assert str(refused.value) == DOWN.format("is in 3600 s")
     assert refused.value.retry_after_s == pytest.approx(3600, abs=WAIT_S)
     assert scene.statistics.totals.failures == {"unavailable": 2}
-    instance._cancel_timer()
-    instance._bring_back(asyncio.get_running_loop())  # as the timer does
+    instance.recovery._cancel_timer()
+    instance.recovery._begin_load(asyncio.get_running_loop())  # as the timer does
     with pytest.raises(UnavailableError, match="the next attempt is under way") as refused:
         scene.submit(4)
     assert refused.value.retry_after_s == LOADING_S
@@ -227,9 +227,9 @@ async def test_each_further_fault_doubles_the_wait_until_a_batch_is_computed() -
     for times in (1, 2, 3):
         await scene.ask(-1)
         await scene.up_again(2 * times)
-    assert instance._wait_s == 0.001 * 2**6
+    assert instance.recovery._wait_s == 0.001 * 2**6
     await scene.ask(1)
-    assert instance._wait_s == 0.001
+    assert instance.recovery._wait_s == 0.001
     await scene.batcher.drain()
 
 
@@ -237,7 +237,7 @@ async def test_each_further_fault_doubles_the_wait_until_a_batch_is_computed() -
 async def test_a_model_without_a_copy_that_is_up_is_not_ready() -> None:
     model = held_model(HeldBackend())
     ready = [model.is_ready]
-    model.batcher.instances[0].is_up = False
+    model.batcher.instances[0].recovery.is_up = False
     assert [*ready, model.is_ready] == [True, False]
     await model.batcher.drain()
 

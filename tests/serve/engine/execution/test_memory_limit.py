@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfserve.serve.engine.errors import BackendError, InstanceLostError, OutOfMemoryError, is_out_of_memory
-from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
+from halfserve.serve.engine.execution.batch import run_batch
 from halfserve.serve.engine.execution.memory_limit import FIRST_WAIT_S, LONGEST_WAIT_S, MemoryLimit
 from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import FakeBackend
 from tests.serve.runtimes import RUNTIMES

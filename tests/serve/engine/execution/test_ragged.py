@@ -14,11 +14,13 @@ from onnx import TensorProto, helper
 
 from halfserve.protos.model_config_pb2 import BatchInput
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
+from halfserve.serve.engine.execution.batch import run_batch
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.padding.ragged import MAKERS, Ragged
+from halfserve.serve.engine.repository.model_loading import started
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.tensors import Array, Tensors
 from tests.models import save_model
 from tests.serve.engine.fakes import FakeBackend
@@ -76,7 +78,7 @@ def save_segment_sums(folder: Path, config: str = CONFIG) -> Path:
 
 def loaded(root: Path) -> Model:
     (files,) = find_models(root)
-    return loader().load(files).model()
+    return started(loader().load(files))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from halfserve.serve.engine.execution.staging import STAGED_BYTES
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Array, RawInput, RawInputs, RawLayout, Tensors
 from tests.serve.engine.fakes import HeldBackend
-from tests.serve.engine.fragile_copies import WAIT_S, Scene, on_loop
+from tests.serve.engine.fragile_copies import WAIT_S, Scene, on_loop, runner_of
 
 ROWS = 8  # rows of a full batch
 AHEAD_S = 0.004  # time of a batch that another one may wait behind
@@ -80,7 +80,7 @@ class Source:
 async def behind(scene: Scene, source: Source, *values: float) -> list[asyncio.Future[Tensors | InferenceError]]:
     """A request that is being computed, and a full batch behind it, with the values of its first rows."""
     first = scene.submit(100)
-    assert isinstance(backend := scene.instances[0]._copy.backend, HeldBackend)
+    assert isinstance(backend := runner_of(scene.instances[0]).backend, HeldBackend)
     assert await asyncio.to_thread(backend.entered.wait, WAIT_S)
     scene.batcher._free.latest_s = AHEAD_S
     answers = [first]
@@ -130,7 +130,7 @@ async def test_staged_batches_reuse_the_second_set_of_buffers() -> None:
     one, other = (array for array in backend.arrays if len(array) == ROWS)
     assert np.shares_memory(one, other)
     (instance,) = scene.instances
-    assert [len(buffers._buffers) for buffers in instance._staging.buffers] == [0, 1]
+    assert [len(buffers._buffers) for buffers in runner_of(instance)._staging.buffers] == [0, 1]
     await scene.batcher.drain()
 
 
@@ -139,7 +139,7 @@ async def test_small_batches_need_no_second_thread() -> None:
     backend, source = Noting(held=True), Source(LARGE // 2)
     scene = Scene([backend], None)
     answers = await behind(scene, source)
-    assert scene.instances[0]._staging._worker is None
+    assert runner_of(scene.instances[0])._staging._worker is None
     backend.release.set()
     assert numbers(await asyncio.gather(*answers)) == [101, *range(2, ROWS + 2)]
     assert source.threads == {"instance"}
@@ -188,11 +188,11 @@ async def test_a_staged_request_whose_bytes_are_gone_fails_alone() -> None:
 async def test_the_next_copy_does_not_use_the_buffers_of_one_that_hangs() -> None:
     stuck, fresh, source = Noting(held=True), Noting(), Source(LARGE)
     scene = Scene([stuck], lambda: fresh, max_compute_s=0.5)
-    before = scene.instances[0]._staging
+    before = runner_of(scene.instances[0])._staging
     first, *others = numbers(await asyncio.gather(*await behind(scene, source)))
     assert isinstance(first, type)
     assert others == list(range(2, ROWS + 2))
-    assert scene.instances[0]._staging is not before
+    assert runner_of(scene.instances[0])._staging is not before
     assert fresh.batches == [list(range(1, ROWS + 1))]
     stuck.release.set()
     await scene.batcher.drain()
@@ -204,7 +204,7 @@ async def test_a_batch_in_doubt_is_gathered_when_its_turn_comes() -> None:
     invariance.is_doubtful = True
     scene = Scene([backend], None, invariance=invariance)
     answers = await behind(scene, source)
-    assert scene.instances[0]._staging._worker is None
+    assert runner_of(scene.instances[0])._staging._worker is None
     backend.release.set()
     assert numbers(await asyncio.gather(*answers)) == [101, *range(2, ROWS + 2)]
     await scene.batcher.drain()
@@ -249,7 +249,7 @@ def test_an_unloaded_model_leaves_no_staging_thread_and_no_buffers() -> None:
         answers = await behind(scene, source)
         backend.release.set()
         await asyncio.gather(*answers)
-        buffers = scene.instances[0]._staging.buffers[1]
+        buffers = runner_of(scene.instances[0])._staging.buffers[1]
         freed.extend(weakref.ref(array) for array in buffers._buffers.values())
         await scene.batcher.drain()
 

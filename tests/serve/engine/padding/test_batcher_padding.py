@@ -8,11 +8,11 @@ import numpy as np
 
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.errors import BackendError, DeadlineExceededError, InferenceError
-from halfserve.serve.engine.execution.instance import Instance, Supervision
+from halfserve.serve.engine.execution.runners import Supervision, make_instance
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.padding.mixed_lengths import BatchCosts, MixedLengths
-from halfserve.serve.engine.padding.padding import Padding
-from halfserve.serve.engine.padding.padding_rule import PaddingSettings, parse_padding_rule
+from halfserve.serve.engine.padding.padding import Padding, PaddingSettings
+from halfserve.serve.engine.padding.padding_rule import parse_padding_rule
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
@@ -34,7 +34,7 @@ class Held:
     def __init__(self) -> None:
         self.backend = HeldBackend(held=True)
         padding = Padding(PaddingSettings(rule=parse_padding_rule("x[1]=7 -> y[1]")), ["x"])
-        instance = Instance(self.backend, 0, Supervision(label="m/1", padding=padding))
+        instance = make_instance(self.backend, 0, Supervision(label="m/1", padding=padding))
         mixed = MixedLengths(padding, BatchCosts(DEVICE))
         self.batcher = Batcher([instance], BatchLimits(max_rows=8), Statistics(), mixed=mixed)
         self.results: dict[int, Tensors | InferenceError] = {}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from halfserve.serve.engine.padding.mixed_lengths import CONFIDENT, BatchCosts, Measured, MixedLengths
-from halfserve.serve.engine.padding.padding import Padding
-from halfserve.serve.engine.padding.padding_rule import PaddingSettings, parse_padding_rule
+from halfserve.serve.engine.padding.padding import Padding, PaddingSettings
+from halfserve.serve.engine.padding.padding_rule import parse_padding_rule
 from halfserve.serve.engine.queueing.batch_queue import Batch, BatchQueue
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.requests import InferRequest

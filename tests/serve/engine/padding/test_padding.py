@@ -10,12 +10,13 @@ import pytest
 
 from halfserve.protos.datatypes import BY_WIRE
 from halfserve.serve.engine.errors import InvalidArgumentError
-from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
-from halfserve.serve.engine.padding.padding import Padding
-from halfserve.serve.engine.padding.padding_rule import PaddingSettings, parse_padding_rule
+from halfserve.serve.engine.execution.batch import run_batch
+from halfserve.serve.engine.padding.padding import Padding, PaddingSettings
+from halfserve.serve.engine.padding.padding_rule import parse_padding_rule
 from halfserve.serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
 from halfserve.serve.engine.precision_guard.tally import Tally
 from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.tensors import Array, RawInput, RawInputs, RawLayout, Tensors, TensorSpec
 from tests.serve.engine.fakes import FakeBackend
 

@@ -14,12 +14,13 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from halfserve.protos.datatypes import BY_WIRE
-from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
+from halfserve.serve.engine.execution.batch import run_batch
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.precision_guard.guard import GuardPolicy, GuardVerdict, PrecisionGuard
 from halfserve.serve.engine.precision_guard.tally import KEPT_EVENTS, LEAST_RUNS, Degradation, Distance, GuardCounters, Tally
 from halfserve.serve.engine.precision_guard.twin import Fallback, Fp32Twin
 from halfserve.serve.engine.requests import InferRequest, RemarkedAnswer
+from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
 from tests.serve.engine.fakes import FakeBackend
 from tests.serve.engine.precision_guard.guarded_models import ask_model, load, write_table, write_thousandfold

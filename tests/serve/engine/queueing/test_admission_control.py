@@ -289,7 +289,7 @@ async def test_requests_beyond_the_latency_target_are_refused_on_arrival(answers
     model = answers.model(backend, max_rows=1, latency_target_s=30.0)
     model.batcher.submit(answers.request(0))
     await answers.all(1)
-    pace, admission = model.batcher._queue.pace, model.batcher._admission
+    pace, admission = model.batcher._queue.pace, model.batcher._refusals.admission
     assert pace is not None
     assert admission is not None
     for _ in range(40):  # it learns what a batch takes

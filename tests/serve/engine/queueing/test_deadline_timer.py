@@ -12,7 +12,7 @@ import pytest
 from halfserve.serve.engine.backend import Outcome, RequestBackend
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError, OverloadedError
-from halfserve.serve.engine.execution.instance import Instance, Supervision
+from halfserve.serve.engine.execution.runners import Supervision, make_instance
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.queueing.deadline_timer import ROUNDING_S, SWEEP_S, DeadlineTimer
@@ -53,7 +53,7 @@ class Scene:
     def __init__(self, clock: Callable[[], float], **limits: float) -> None:
         self.backend = SlowBackend()
         self.statistics = Statistics()
-        instance = Instance(self.backend, 0, Supervision(label="slow/1"))
+        instance = make_instance(self.backend, 0, Supervision(label="slow/1"))
         self.batcher = Batcher([instance], BatchLimits(max_rows=8, **limits), self.statistics)  # type: ignore[arg-type]
         self.ends: dict[str, tuple[type[object], float]] = {}
         self._clock, self._began = clock, clock()

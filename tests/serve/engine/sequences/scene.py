@@ -19,7 +19,7 @@ from halfserve.serve.engine.backend import Backend, DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.loaded_version import load_version
+from halfserve.serve.engine.repository.model_loading import load_version, started
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.requests import InferRequest, Parameter
 from halfserve.serve.engine.sequences.sequence_scheduler import SequenceScheduler
@@ -117,7 +117,7 @@ class Scene:
         placement = DevicePlacement(use_gpu=False, threads=1)
         version = load_version(files, OnnxRuntime(), placement, defaults or Defaults())
         self.held = Held(version.backends[0])
-        self.model: Model = replace(version, backends=[self.held]).model()
+        self.model: Model = started(replace(version, backends=[self.held]))
         assert isinstance(self.model.scheduler, SequenceScheduler)
         self.scheduler: SequenceScheduler = self.model.scheduler
 

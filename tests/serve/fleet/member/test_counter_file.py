@@ -16,8 +16,6 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import BackendError
 from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.fleet.member.counter_file import HEAD, RECORDS, SIZE, CounterFile, read_counter_file
-from halfserve.serve.fleet.member.kept_counters import SUFFIX, CounterFolder
-from halfserve.serve.fleet.member.member_counters import MemberCounters
 from halfserve.serve.protocol.rpcs import model_statistics
 from tests.serve.engine.fakes import HeldBackend, held_model
 
@@ -82,38 +80,3 @@ def test_a_ledger_cut_off_while_it_is_written_has_the_totals_before(torn: int, s
         assert without_time(read_counter_file(ledger.path)) == without_time(model_statistics(model))
         ledger.path.write_bytes(whole[:size])
         assert read_counter_file(ledger.path) is None
-
-
-def left(path: Path, name: str, **counts: int) -> None:
-    """What a member has left: so many batches of each model."""
-    counters = MemberCounters()
-    for model, number in counts.items():
-        counters.statistics.model_stats.add(name=model, version="1", execution_count=number)
-    counters.write(path / f"{name}{SUFFIX}")
-
-
-def batches(left_counters: CounterFolder, *living: str) -> dict[str, int]:
-    totals: dict[str, int] = {}
-    for counters in left_counters.of_ended(living):
-        for one in counters.statistics.model_stats:
-            totals[one.name] = totals.get(one.name, 0) + one.execution_count
-    return totals
-
-
-def test_counters_of_the_ended_are_added_up_and_those_of_the_living_are_not() -> None:
-    with folder() as path:
-        own = CounterFolder(path, "1-2")
-        for name, number in (("1-0", 1), ("1-1", 20), ("1-2", 300), ("2-0", 4000)):
-            left(path, name, m=number, n=1)
-        assert batches(own, "2-0") == {"m": 21, "n": 2}
-        mark = own.mark()
-        own.fold(["2-0"])
-        assert own.mark() != mark
-        assert batches(own, "2-0") == {"m": 21, "n": 2}
-        assert batches(own) == {"m": 4021, "n": 3}
-        own.fold([])
-        assert batches(own) == {"m": 4021, "n": 3}
-        own.forget_model("m", 2, [])
-        assert batches(own) == {"m": 4021, "n": 3}
-        own.forget_model("m", 1, [])
-        assert batches(own) == {"n": 3}

@@ -28,14 +28,12 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.fleet.control.controller import ControllerOptions
 from halfserve.serve.fleet.member.forwarder import Forwarder
 from halfserve.serve.protocol.rpc import Role
-from halfserve.serve.security.security_options import TlsOptions
 from halfserve.serve.security.tokens import new_token
 from tests.models import save_mlp
 from tests.serve.backends.python.python_models import save_python_model
 from tests.serve.backends.python.test_decoupled_models import COUNTS, DECOUPLED
 from tests.serve.client.cluster.cluster import member
 from tests.serve.fleet.fleet import WAIT_S
-from tests.serve.fleet.launch.test_proxy import needs_haproxy, running_proxy
 from tests.serve.fleet.local_cluster import ONCE, LocalCluster, Watch, local_cluster
 from tests.serve.security.guarded import write_tokens
 
@@ -202,20 +200,6 @@ def test_clients_of_the_whole_cluster_reach_every_model(cluster: LocalCluster, s
     with secrets.client(f"cluster://{cluster.agents[0].address}", secrets.all) as client:
         for name in NAMES:
             client.infer(name, {"x": X})
-
-
-@needs_haproxy
-def test_the_proxy_encrypts_to_clients_and_members(cluster: LocalCluster, secrets: Secrets) -> None:
-    options = TlsOptions(certificate=Path(secrets.certificate), key=Path(secrets.key))
-    with (
-        running_proxy(cluster.agents[0].address, token=secrets.all, tls=secrets.tls, certificate=options) as running,
-        secrets.client(running.grpc, secrets.all) as client,
-    ):
-        for name in NAMES:
-            client.infer(name, {"x": X})
-        assert running.checked() == {"L7OK"}
-        for name in NAMES:
-            secrets.ask(running.http, f"/v2/models/{name}/infer", secrets.all, BODY)
 
 
 def test_a_request_at_a_member_that_the_directory_loses_is_answered() -> None:

@@ -12,11 +12,12 @@ import torch
 import transformers
 from PIL import Image
 
-from halfserve.export.conversion_options import SourceOptions
+from halfserve.export.conversion_settings import ModuleSettings
 from halfserve.export.conversion_targets import RepositoryTarget
-from halfserve.export.module_pipeline import ExportOptions, export_verified
+from halfserve.export.module_pipeline import export_verified
 from halfserve.export.sources.hugging_face import open_hugging_face
 from halfserve.export.sources.picture_preparation import proof_pictures
+from halfserve.export.sources.source_options import SourceOptions
 from tests.export.hugging_face_folders import LABELS, SENTENCES, classifier_folder, image_folder, sentence_folder
 from tests.serve.http.tasks.test_text_routes import served
 
@@ -27,8 +28,16 @@ CLASSIFIER = "BertForSequenceClassification"
 def exported(folder: Path, repository: Path) -> None:
     source = open_hugging_face(folder, SourceOptions(max_samples=32))
     target = RepositoryTarget(repository=repository, name=source.name, task=source.task)
-    options = ExportOptions(dynamic=source.dynamic, adversarial=False, search=False)
-    export_verified(source.module, source.samples, target, options, policy=source.policy, record=None, progress=lambda _: None)
+    export_verified(
+        source.module,
+        source.samples,
+        target,
+        ModuleSettings(adversarial=False, search=False),
+        dynamic=source.dynamic,
+        policy=source.policy,
+        record=None,
+        progress=lambda _: None,
+    )
 
 
 def outputs(folder: Path, auto_class: str, *texts: list[str]) -> tuple[Any, Any]:

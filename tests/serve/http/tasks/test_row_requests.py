@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 from starlette.requests import Request
 
 from halfserve.serve.http.request_body import RequestMemory
+from halfserve.serve.http.request_parser import CLIENT_GONE
 from halfserve.serve.http.tasks.row_requests import ROWS_A_STEP, RowRequests
 from halfserve.serve.protocol.inference import InferenceEntry
 from halfserve.serve.security.memory_budget import MemoryBudget
@@ -58,7 +59,8 @@ def test_a_request_of_many_rows_queues_a_few_in_each_step() -> None:
     entry = Entry()
 
     async def run() -> list[bytes]:
-        request = Request({"type": "http", "client": ("127.0.0.1", 1)}, cast("Any", asyncio.Event().wait))
+        gone = asyncio.get_running_loop().create_future()
+        request = Request({"type": "http", "client": ("127.0.0.1", 1), CLIENT_GONE: gone})
         memory = RequestMemory(MemoryBudget(2**30))
         rows = RowRequests(cast("InferenceEntry", entry), Maker(), range(ROWS), AT_ONCE, memory, None)
         return await asyncio.wait_for(rows.gather(request), 60)

@@ -246,7 +246,7 @@ def held_text_model(backend: HeldBackend, folder: Path, own: Tokenizer | None = 
         backends=[backend],
         limits=limits,
         path=folder / "model.onnx",
-    )
+    ).start()
 
 
 def test_a_client_that_goes_frees_the_places_of_all_its_texts(tmp_path: Path) -> None:

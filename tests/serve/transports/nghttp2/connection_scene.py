@@ -126,7 +126,7 @@ class WaitingCall:
 
     def __init__(self, session: GrpcSession, stream: int, waiting: dict[int, bytes], gone: list[int]) -> None:
         self._stream, self._waiting, self._who_went = stream, waiting, gone
-        self._call = call = InferCall(session, stream, None, WaitingInference(self._wait), None)
+        self._call = call = InferCall(None, WaitingInference(self._wait), None, session, stream)
         self.receive, self.receive_last, self.take, self.grew = call.receive, call.receive_last, call.take, call.grew
         self.end, self.give_up, self.give_up_stalled = call.end, call.give_up, call.give_up_stalled
 

@@ -1,0 +1,1 @@
+"""The OpenAPI document, which is made from the routes and from the types of their bodies."""
