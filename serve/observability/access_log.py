@@ -9,25 +9,13 @@ from __future__ import annotations
 
 import time
 from json.encoder import encode_basestring_ascii as quoted
-from typing import NamedTuple
 
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.observability.inference_record import MAX_TEXT, Caller, InferenceRecord, loggable
 from halfserve.serve.observability.outbox import Outbox
 
 TOGETHER = 64  # number of answers whose lines are made together, in some 100 us
 THOUSANDTHS = tuple(f".{number:03d}" for number in range(1000))  # cached, as formatting a float takes longer than all the rest
-
-
-class AccessLogEntry(NamedTuple):
-    """An answer without a line yet; times in nanoseconds on time.monotonic_ns()'s clock."""
-
-    request: InferenceRecord  # the answered request
-    response_bytes: int  # size of the serialized response
-    batch: BatchTimes  # times at which its batch passed each stage
-    batch_rows: int  # rows of its whole batch
-    ended: int  # time at which the answer was handed over
 
 
 class AccessLogger:
@@ -36,20 +24,18 @@ class AccessLogger:
         self._outbox = outbox
         self._process = "" if process is None else f',"process":{process}'
         outbox.fill = self._write
-        self._answers: list[AccessLogEntry] = []  # answers without a line yet
+        self._answers: list[InferenceRecord] = []  # answers without a line yet
         self._second = self._millisecond = -1
         self._stamp = self._time = ""
         self._model: Model | None = None  # model of the latest line, whose part of the line is cached
         self._model_text = ""
 
-    def answered(self, record: InferenceRecord, response_bytes: int, ended_ns: int) -> None:
-        """Log an answer that was handed over at `ended_ns` on time.monotonic_ns()'s clock."""
-        statistics = record.model.statistics
-        times = statistics.latest
-        if times is None:
+    def answered(self, record: InferenceRecord) -> None:
+        """Log an answer that has been handed over."""
+        if record.batch is None:
             return
         answers = self._answers
-        answers.append(AccessLogEntry(record, response_bytes, times, statistics.latest_rows, ended_ns))
+        answers.append(record)
         if len(answers) == TOGETHER:
             self._write()
         elif len(answers) == 1:
@@ -91,23 +77,28 @@ class AccessLogger:
         for answer in answers:
             self._outbox.put(self._line(answer, epoch_ns))
 
-    def _line(self, answer: AccessLogEntry, epoch_ns: int) -> str:
-        request, response_bytes, batch, batch_rows, ended = answer
-        model = request.model
+    def _line(self, record: InferenceRecord, epoch_ns: int) -> str:
+        model, caller, arrived_ns, batch, ended_ns = (
+            record.model,
+            record.caller,
+            record.arrived_ns,
+            record.batch,
+            record.ended_ns,
+        )
         if model is not self._model:
             self._model, self._model_text = model, _computed_by(model)
-        queue = _ms((batch.started - request.arrived_ns) // 1000)
-        compute = _ms((batch.split - batch.started) // 1000)
-        total = _ms((ended - request.arrived_ns) // 1000)
-        context = request.trace or request.caller.parent  # callers log the trace id even if no trace is recorded
+        started, split = (arrived_ns, arrived_ns) if batch is None else (batch.started, batch.split)
+        queue = _ms((started - arrived_ns) // 1000)
+        compute = _ms((split - started) // 1000)
+        total = _ms((ended_ns - arrived_ns) // 1000)
+        context = record.trace or caller.parent  # callers log the trace id even if no trace is recorded
         trace = "" if context is None else f',"trace_id":"{context.trace_id:032x}"'
-        request_id = _request_id(request.request_id, request.caller)
         return (
-            f'{{"time":"{self._at(epoch_ns + ended)}","level":"INFO","id":{request_id},{self._model_text},'
-            f'"status":"OK","rows":{request.rows},"batch_rows":{batch_rows},'
-            f'"request_bytes":{request.request_bytes},"response_bytes":{response_bytes},'
+            f'{{"time":"{self._at(epoch_ns + ended_ns)}","level":"INFO","id":{_request_id(record.request_id, caller)},'
+            f'{self._model_text},"status":"{record.status}","rows":{record.rows},"batch_rows":{record.batch_rows},'
+            f'"request_bytes":{record.request_bytes},"response_bytes":{record.response_bytes},'
             f'"queue_ms":{queue},"compute_ms":{compute},"total_ms":{total},'
-            f'"client":{quoted(request.caller.peer)}{self._process}{_token(request.caller)}{trace}}}\n'
+            f'"client":{quoted(caller.peer)}{self._process}{_token(caller)}{trace}}}\n'
         )
 
     def _at(self, time_ns: int) -> str:

@@ -12,6 +12,8 @@ from typing import Final
 
 from halfserve.serve.engine.errors import BackendError, InferenceError
 from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.model_statistics import BatchTimes
+from halfserve.serve.engine.tensors import Tensors
 
 MAX_ERROR: Final = 512  # most characters of an error's text
 MAX_TEXT: Final = 256  # most characters of a client's text in a line or a span, because many of them may wait for a disk
@@ -98,9 +100,21 @@ class InferenceRecord:
         arrived_ns: time of arrival on time.monotonic_ns()'s clock.
         is_logged: whether its answer gets a line.
         trace: its trace context; None if it is not traced.
+
+    The others are set at the end of a request that is logged or traced:
+
+        ended_ns: time at which the answer was handed over, on the same clock.
+        status: name of the gRPC status.
+        error: the error; None for an answer, and for a client that has disconnected.
+        response_bytes: size of the serialized response; 0 without one.
+        batch: times at which its batch passed each stage; None if the request was not computed.
+        batch_rows: rows of its whole batch.
     """
 
-    __slots__ = ("arrived_ns", "caller", "is_logged", "model", "request_bytes", "request_id", "rows", "trace")
+    __slots__ = (
+        "arrived_ns", "batch", "batch_rows", "caller", "ended_ns", "error", "is_logged", "model", "request_bytes", "request_id",
+        "response_bytes", "rows", "status", "trace",
+    )  # fmt: skip
 
     caller: Caller
     model: Model
@@ -110,3 +124,16 @@ class InferenceRecord:
     arrived_ns: int
     is_logged: bool
     trace: TraceContext | None
+    ended_ns: int
+    status: str
+    error: Exception | None
+    response_bytes: int
+    batch: BatchTimes | None
+    batch_rows: int
+
+    def __call__(self, result: Tensors | InferenceError) -> None:
+        """Take the outputs or the error.
+
+        It is declared here because mypyc gives a class with this method another layout than a class without.
+        """
+        raise NotImplementedError

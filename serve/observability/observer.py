@@ -78,15 +78,19 @@ class Observer:
 
         Failures are not logged here: `failed` logs them, whether the request was selected or not.
         """
-        now_ns = time.monotonic_ns()
+        statistics = record.model.statistics
+        record.ended_ns = time.monotonic_ns()
         record.request_id = record.request_id[:MAX_TEXT]
-        if record.is_logged and self.log is not None and isinstance(result, bytes):
-            self.log.answered(record, len(result), now_ns)
+        if isinstance(result, bytes):
+            record.status, record.error, record.response_bytes = "OK", None, len(result)
+            record.batch, record.batch_rows = statistics.latest, statistics.latest_rows
+            if record.is_logged and self.log is not None:
+                self.log.answered(record)
+        else:
+            record.status, record.error, record.response_bytes = self._status_name(result), result, 0
+            record.batch, record.batch_rows = None, 0
         if record.trace is not None and self.tracer is not None:
-            if isinstance(result, bytes):
-                self.tracer.answered(record, len(result), now_ns)
-            else:
-                self.tracer.failed(record, self._status_name(result), result, now_ns)
+            self.tracer.ended(record)
 
     def failed(self, caller: Caller, asked: tuple[str, str, str], request_bytes: int, error: Exception | None) -> None:
         """Log a request that failed or, if `error` is None, whose client left; `asked` is its model, version and id."""

@@ -98,19 +98,12 @@ class Tracer:
         # The ids are not secret; OpenTelemetry's own generator makes them in the same way.
         return parent or TraceContext(trace_id=random.getrandbits(128) or 1)
 
-    def answered(self, record: InferenceRecord, response_bytes: int, ended_ns: int) -> None:
-        self._keep(record, response_bytes=response_bytes, status="OK", error="", ended_ns=ended_ns)
-
-    def failed(self, record: InferenceRecord, status: str, error: Exception | None, ended_ns: int) -> None:
-        """Record a failure; without an error the client has disconnected."""
-        self._keep(record, response_bytes=0, status=status, error=loggable(error) or status, ended_ns=ended_ns)
-
-    def _keep(self, record: InferenceRecord, *, response_bytes: int, status: str, error: str, ended_ns: int) -> None:
+    def ended(self, record: InferenceRecord) -> None:
+        """Keep a request that has been answered, has failed, or whose client has disconnected."""
         model, context = record.model, record.trace
         if context is None:
             return
         self.traced += 1
-        batch = None if error else model.statistics.latest
         self._outbox.put(
             TraceRecord(
                 context=context,
@@ -119,15 +112,15 @@ class Tracer:
                 request_id=record.request_id.decode("utf-8", "replace"),
                 rows=record.rows,
                 request_bytes=record.request_bytes,
-                response_bytes=response_bytes,
-                status=status,
-                error=error,
+                response_bytes=record.response_bytes,
+                status=record.status,
+                error="" if record.status == "OK" else loggable(record.error) or record.status,
                 peer=record.caller.peer,
                 epoch_ns=time.time_ns() - time.monotonic_ns(),
                 arrived_ns=record.arrived_ns,
-                ended_ns=ended_ns,
-                batch=batch,
-                batch_rows=model.statistics.latest_rows if batch else 0,
+                ended_ns=record.ended_ns,
+                batch=record.batch,
+                batch_rows=record.batch_rows if record.batch else 0,
                 is_rest=record.caller.is_rest,
             )
         )

@@ -173,12 +173,14 @@ class Lines(list[str]):
         """Nothing is handed over."""
 
 
-def record_of(model: Model, request_id: bytes, caller: Caller) -> InferenceRecord:
+def record_of(model: Model, request_id: bytes, caller: Caller, ended_ns: int) -> InferenceRecord:
     """Of a request that has been answered, but for the log."""
     record = InferenceRecord()
     record.caller, record.model, record.request_id = caller, model, request_id
     record.rows, record.request_bytes, record.arrived_ns = 1, 5, 0
     record.is_logged, record.trace = True, None
+    record.ended_ns, record.status, record.error, record.response_bytes = ended_ns, "OK", None, 7
+    record.batch, record.batch_rows = model.statistics.latest, 1
     return record
 
 
@@ -189,7 +191,7 @@ def test_a_single_line_does_not_wait_for_others() -> None:
 
     async def log() -> bool:
         outbox: Outbox[str] = Outbox(lambda _: written.set(), name="access log", every_s=0.001)
-        AccessLogger(outbox).answered(record_of(model, b"", Caller("here", {})), 7, 3)
+        AccessLogger(outbox).answered(record_of(model, b"", Caller("here", {}), 3))
         was_written = await asyncio.to_thread(written.wait, CLIENT_TIMEOUT_S)
         outbox.close(CLIENT_TIMEOUT_S)
         return was_written
@@ -207,7 +209,7 @@ def test_any_request_makes_a_line_of_json(request_id: bytes, name: str, peer: st
     model = held_model(HeldBackend(), name)
     split = wait_ns + compute_ns
     model.statistics.batch_done(BatchTimes(started=wait_ns, assembled=wait_ns, computed=split, split=split), [0], 1)
-    log.answered(record_of(model, request_id, caller), 7, split)
+    log.answered(record_of(model, request_id, caller, split))
     log.failed(caller, (name, name, name), 5, "INTERNAL", InvalidArgumentError(name), wait_ns)
     answered, failed = map(json.loads, lines)  # the answer's was kept back, but comes first
     assert answered["model"] == name
