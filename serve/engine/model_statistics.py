@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -240,15 +240,6 @@ class Totals:
         self.batches += len(requests)
 
 
-class StatisticsLedger(Protocol):
-    """Keeps the counts in a place that outlives this process."""
-
-    def batch(self, times: BatchTimes, arrivals_ns: list[int], rows: int) -> None: ...  # see `Statistics.batch_done`
-    def cache_hits(self, count: int, success_ns: int, queue_ns: int, looked_ns: int) -> None: ...  # see `Totals.cache_hit`
-    def cache_miss(self, spent_ns: int) -> None: ...  # see `Statistics.cache_miss`
-    def failed(self, spent_ns: int) -> None: ...  # a request got an error, after `spent_ns`
-
-
 class Statistics:
     """Counters of one model version, with the meaning of Triton's statistics.
 
@@ -258,7 +249,6 @@ class Statistics:
         latest: the batch whose answers are being delivered.
         latest_rows: rows of that batch.
         latest_failure: id() of the error that is being delivered, and the request's age in nanoseconds.
-        ledger: receives everything that is counted, right after it; None without one.
     """
 
     __slots__ = (
@@ -269,7 +259,6 @@ class Statistics:
         "latest",
         "latest_failure",
         "latest_rows",
-        "ledger",
     )
 
     def __init__(self) -> None:
@@ -280,7 +269,6 @@ class Statistics:
         self.latest: BatchTimes | None = None
         self.latest_rows = 0
         self.latest_failure = (0, 0)
-        self.ledger: StatisticsLedger | None = None
 
     @property
     def totals(self) -> Totals:
@@ -309,8 +297,6 @@ class Statistics:
         self._uncounted_requests += 1 + len(arrivals_ns)
         if self._uncounted_requests >= TOGETHER:
             self._count()
-        if self.ledger is not None:
-            self.ledger.batch(times, arrivals_ns, rows)
 
     def cache_hits(self, count: int, *, arrived_ns: int, asked_ns: int, looked_ns: int, ended_ns: int) -> None:
         """Record requests that the response cache answers now; they replace `latest` by a batch without rows.
@@ -327,15 +313,11 @@ class Statistics:
         totals.queue.add(asked_ns - arrived_ns, count)
         totals.cache_hit.add(looked_ns, count)
         self.latest, self.latest_rows = BatchTimes(started=ended_ns, assembled=ended_ns, computed=ended_ns, split=ended_ns), 0
-        if self.ledger is not None:
-            self.ledger.cache_hits(count, ended_ns * count - arrived_ns, asked_ns - arrived_ns, looked_ns)
 
     def cache_miss(self, spent_ns: int) -> None:
         """Record the time of the response cache for an answer that it did not have and that was computed."""
         self._totals.success.ns += spent_ns
         self._totals.cache_miss.add(spent_ns)
-        if self.ledger is not None:
-            self.ledger.cache_miss(spent_ns)
 
     def failed(self, arrived_ns: int, error: InferenceError | None = None) -> None:
         """Record a request that got an error or was refused; None if its client has gone."""
@@ -345,8 +327,6 @@ class Statistics:
         reason = reason_of(error)
         failures = self._totals.failures
         failures[reason] = failures.get(reason, 0) + 1
-        if self.ledger is not None:
-            self.ledger.failed(spent_ns)
 
     def _count(self) -> None:
         uncounted = self._uncounted
@@ -417,7 +397,6 @@ class Reading(Enum):
     ACCESS_LOG_DROPPED = "counter", "halfserve_access_log_dropped_total", "Lines that the log could not take in time"
     WORKER_RESTARTS = "counter", "halfserve_worker_restarts_total", "Servers that a supervisor has started after the first"
     PROCESSES = "gauge", "halfserve_processes", "Server processes that serve together now"
-    FORWARDED = "counter", "halfserve_requests_forwarded_total", "Requests passed on to members that serve the model"
     RESPONSE_CACHE_BYTES = "gauge", "halfserve_response_cache_bytes", "Answers that the response cache holds"
     RESPONSE_CACHE_EVICTIONS = "counter", "halfserve_response_cache_evictions_total", "Answers that it dropped to make room"
     TRACES = "counter", "halfserve_traces_total", "Requests that were traced"

@@ -24,24 +24,22 @@ from grpc_health.v1 import health_pb2
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import InferenceError, RegionInUseError
-from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, merge_metrics
-from halfserve.serve.fleet.member.member_socket import READ_COUNTERS, Siblings, process, raise_first
-from halfserve.serve.fleet.member.shared_rpcs import (
+from halfserve.serve.fleet.member.fleet_commands import (
     COMMANDS,
     CUDA_REGISTER,
     INDEX,
     MODEL,
+    READ_COUNTERS,
     READY,
     STATISTICS,
     SYSTEM_REGISTER,
     Command,
-    Local,
-    answer_for_all,
     finished,
-    local_method,
     merge_index,
-    request_class,
 )
+from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, merge_metrics
+from halfserve.serve.fleet.member.member_socket import Siblings, process, raise_first, read_counters
+from halfserve.serve.fleet.member.shared_rpcs import Local, answer_for_all, local_method, request_class
 from halfserve.serve.observability.metrics import CONTENT_TYPE, MetricTexts
 from halfserve.serve.protocol.rpcs import Health
 from halfserve.serve.protocol.service import SERVICE, Service
@@ -247,7 +245,7 @@ class ProcessService:
         return HealthResponse(status=HealthResponse.SERVING if everywhere.ready else HealthResponse.NOT_SERVING)  # type: ignore[no-any-return]  # as above
 
     async def _exposition(self, service: Service) -> tuple[bytes, str]:
-        own = await MemberCounters.of(service.core)
+        own = await read_counters(service.core)
         others = await self._siblings.query(READ_COUNTERS, empty_pb2.Empty(), wrappers_pb2.BytesValue)
         texts = MetricTexts()
         texts.add(merge_metrics(own.metrics, (MemberCounters.from_bytes(one.value).metrics for one in others.values())))
