@@ -12,9 +12,7 @@ from halfserve.serve.engine.errors import (
     BackendError,
     InferenceError,
     InvalidArgumentError,
-    NotFoundError,
     OutOfMemoryError,
-    UnavailableError,
     is_out_of_memory,
 )
 from halfserve.serve.engine.inference_core import InferenceCore
@@ -65,10 +63,6 @@ class ManyReplies(Protocol):
         """
 
 
-# Forwards a request for a model that is not served here, see `Inference.infer`; returns None if no other server has the model.
-ForwardRequest = Callable[[bytes, float | None, Reply, ManyReplies | None], Cancel | None]
-
-
 class OutcomeListener(Protocol):
     """Records requests without a response."""
 
@@ -114,25 +108,19 @@ class Inference:
         core: InferenceCore,
         memory: SharedMemory,
         cache: RequestCache | None = None,
-        forward: ForwardRequest | None = None,
         client: Callable[[], str] | None = None,
     ) -> None:
         self._client = client
         self._core = core
         self._memory = memory
-        self._forward = forward
         if cache is None:
             cache = RequestCache()
             core.on_change(cache.forget)
         self._cache = cache
 
-    def with_forwarding(self, forward: ForwardRequest) -> Inference:
-        """Return an entry that shares the request cache, and forwards requests for models that other servers have."""
-        return Inference(self._core, self._memory, self._cache, forward, self._client)
-
     def for_client(self, client: Callable[[], str]) -> Inference:
         """Return an entry for the requests of one client, which `client` names, so that clients share threads fairly."""
-        return Inference(self._core, self._memory, self._cache, self._forward, client)
+        return Inference(self._core, self._memory, self._cache, client)
 
     def infer(
         self,
@@ -172,9 +160,6 @@ class Inference:
             else:
                 cached, request_id, inputs, parameters = self._understand(bytes(data))
         except InferenceError as error:
-            cancel = self._forwarded(data, time_left_s, reply, many, error)
-            if cancel is not None:
-                return cancel
             self._core.figures.refuse(error)
             raise
         turn = cached.turn
@@ -205,14 +190,6 @@ class Inference:
             watch.taken(cached.model, request_id, queued)
         self._core.submit(cached.model, queued)
         return _Cancellation(cached.model.scheduler, queued, answering, use)
-
-    def _forwarded(
-        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, many: ManyReplies | None, error: InferenceError
-    ) -> Cancel | None:
-        """Forward a request that this server refuses with `error`; None if no other server can answer it."""
-        if self._forward is None or not isinstance(error, NotFoundError | UnavailableError):
-            return None
-        return self._forward(bytes(data), time_left_s, reply, many)
 
     def failed(self, data: bytes, error: Exception) -> None:
         """Do nothing: only observed inference records failures."""

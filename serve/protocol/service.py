@@ -82,7 +82,6 @@ class Service:
     Attributes:
         spread: makes a service answer for several servers that serve together; None for a server that serves alone.
         exposition: answers scrapes of the metrics; None for the service's own metrics.
-        inference_with: returns the entry for inference requests with these headers; None if all use `inference`.
         forwarded: selects the headers that become parameters of inference requests.
     """
 
@@ -106,7 +105,6 @@ class Service:
         self.server_version = server_version
         self.spread: Callable[[Service], None] | None = None
         self.exposition: Exposition | None = None
-        self.inference_with: Callable[[Headers], Inference] | None = None
         self.forwarded = forwarded or ForwardedHeaders()
         if beside is None:
             self.observability = Observability(observe or ObserveOptions(), core, status_name)
@@ -151,7 +149,7 @@ class Service:
 
         Headers that `forwarded` selects become parameters.
         """
-        inference = (self.inference if self.inference_with is None else self.inference_with(headers)).for_client(client)
+        inference = self.inference.for_client(client)
         return inference if forwarded is None else forwarded.forwarding(inference, headers)
 
     def may_see(self, model: str) -> bool:  # noqa: ARG002  (see LimitedService)
