@@ -1,6 +1,6 @@
 """Processor time of a cluster's controller for 10, 100 and 1,000 simulated members, in deterministic virtual time.
 
-    python -m benchmarks.cluster_simulation [--members 1000] [--models 100 --per-member 10]
+    python -m benchmarks.cluster_simulation [--members 1000] [--models 100]
 
 The controller is that of `halfserve cluster`; its members and their models are simulated in the same process. Each row has the
 controller's processor time in milliseconds per second while nothing changes and while one member a second is replaced, and in
@@ -22,13 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from halfserve.serve.fleet.control.autoscaling import MemberLoad, ScalingOptions, wanted_members
-from halfserve.serve.fleet.control.controller import Controller, ControllerOptions
+from halfserve.serve.fleet.control.controller import Controller
 from halfserve.serve.fleet.control.reports import LEASE_S, Orders, Report
 from halfserve.serve.protocol.service import SERVICE
-from tests.serve.simulated_cluster.members import SimulatedMember
+from tests.serve.simulated_cluster.members import SimulatedMember, SimulatedStore
 from tests.serve.simulated_cluster.virtual_time import VirtualLoop, run_virtually
 
-MIB = 2**20
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -125,22 +124,21 @@ class Cost:
     policy: float  # processor seconds of one decision on the number of members
 
 
-def measure(count: int, *, models: int = 10, seconds: float = 10.0, per_member: int = 0) -> Cost:
+def measure(count: int, *, models: int = 10, seconds: float = 10.0) -> Cost:
     """Measure the real controller's processor time, without that of the simulated members.
 
     Args:
         count: number of members.
         models: number of models in the repository.
         seconds: virtual time of each measured phase, in seconds.
-        per_member: models that one member serves; 0 for all.
     """
-    sizes = {f"model-{i:03}": MIB for i in range(models)}
+    names = [f"model-{i:03}" for i in range(models)]
     meter = Meter()
 
     async def main(clock: Callable[[], float]) -> Cost:
-        controller = Controller(ControllerOptions(models_per_member=per_member), clock)
-        link = MeteredLink(controller, meter)
-        members = [SimulatedMember(link, f"{i:04}", sizes) for i in range(count)]
+        store = SimulatedStore()
+        link = MeteredLink(Controller(store, clock), meter)
+        members = [SimulatedMember(link, f"{i:04}", names, store) for i in range(count)]
         for member in members:
             member.start()
         await asyncio.sleep(LEASE_S + 10)
@@ -149,7 +147,7 @@ def measure(count: int, *, models: int = 10, seconds: float = 10.0, per_member: 
         calm = meter.take() / seconds
         for i in range(round(seconds)):
             await members.pop(0).end()
-            members.append(SimulatedMember(link, f"new-{i:04}", sizes))
+            members.append(SimulatedMember(link, f"new-{i:04}", names, store))
             members[-1].start()
             await asyncio.sleep(1)
         changing = meter.take() / seconds
@@ -177,7 +175,6 @@ def measure(count: int, *, models: int = 10, seconds: float = 10.0, per_member: 
 def main(
     members: Annotated[list[int] | None, typer.Option(help="How many; may be given several times.")] = None,
     models: Annotated[int, typer.Option(help="In the repository.")] = 10,
-    per_member: Annotated[int, typer.Option(help="Models that one member serves; 0 for all.")] = 0,
 ) -> None:
     """Show the controller's cost by number of members."""
     table = Table(
@@ -190,7 +187,7 @@ def main(
         "decision, ms",
     )
     for count in members or [10, 100, 1000]:
-        cost = measure(count, models=models, per_member=per_member)
+        cost = measure(count, models=models)
         figures = (cost.calm, cost.changing, cost.start)
         table.add_row(
             f"{cost.members}",

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class MemberState(_message.Message):
-    __slots__ = ("is_ready", "directory_version", "compute_slots", "memory_size", "models")
+    __slots__ = ("is_ready", "directory_version", "compute_slots", "models")
     class ModelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -18,33 +18,25 @@ class MemberState(_message.Message):
     IS_READY_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_VERSION_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_SLOTS_FIELD_NUMBER: _ClassVar[int]
-    MEMORY_SIZE_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     is_ready: bool
     directory_version: int
     compute_slots: int
-    memory_size: int
     models: _containers.MessageMap[str, ModelState]
-    def __init__(self, is_ready: bool = ..., directory_version: _Optional[int] = ..., compute_slots: _Optional[int] = ..., memory_size: _Optional[int] = ..., models: _Optional[_Mapping[str, ModelState]] = ...) -> None: ...
+    def __init__(self, is_ready: bool = ..., directory_version: _Optional[int] = ..., compute_slots: _Optional[int] = ..., models: _Optional[_Mapping[str, ModelState]] = ...) -> None: ...
 
 class ModelState(_message.Message):
-    __slots__ = ("is_served", "size", "requests", "rows", "failures", "refusals", "queue_ns", "compute_ns", "versions")
+    __slots__ = ("is_served", "requests", "refusals", "queue_ns", "compute_ns", "versions")
     IS_SERVED_FIELD_NUMBER: _ClassVar[int]
-    SIZE_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
-    FAILURES_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_NS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     is_served: bool
-    size: int
     requests: int
-    rows: int
-    failures: int
     refusals: int
     queue_ns: int
     compute_ns: int
     versions: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, is_served: bool = ..., size: _Optional[int] = ..., requests: _Optional[int] = ..., rows: _Optional[int] = ..., failures: _Optional[int] = ..., refusals: _Optional[int] = ..., queue_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., versions: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, is_served: bool = ..., requests: _Optional[int] = ..., refusals: _Optional[int] = ..., queue_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., versions: _Optional[_Iterable[str]] = ...) -> None: ...

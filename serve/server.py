@@ -178,7 +178,7 @@ async def serve(
     core.figures.latencies = options.latencies
     _keep_responses(core, int(options.response_cache_mib * 2**20) // options.processes)
     security = Security(options.security, core.figures.refuse, shared_memory=options.shared_memory)
-    member = membership(link, core, security.main.tls)
+    member = membership(link, core)
     security.reload_on_hang_up()
     security.warn_if_exposed(options.host)
     loader = VersionLoader(

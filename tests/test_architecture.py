@@ -80,10 +80,10 @@ BELOW = {
     },
     "serve/fleet/control": {
         "serve.fleet.control",
-        "serve.fleet.member",
-        "serve.protocol",
-        "serve.observability",
-        "serve.engine",
+        "serve.fleet.member.fleet_commands",
+        "serve.fleet.member.member_counters",
+        "serve.protocol.status",
+        "serve.engine.errors",
     },
     "serve/fleet/launch": {
         "serve.fleet",

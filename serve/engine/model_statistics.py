@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -239,15 +239,6 @@ class Totals:
         self.batches += len(requests)
 
 
-class StatisticsLedger(Protocol):
-    """Keeps the counts in a place that outlives this process."""
-
-    def batch(self, times: BatchTimes, arrivals_ns: list[int], rows: int) -> None: ...  # see `Statistics.batch_done`
-    def cache_hits(self, count: int, success_ns: int, queue_ns: int, looked_ns: int) -> None: ...  # see `Totals.cache_hit`
-    def cache_miss(self, spent_ns: int) -> None: ...  # see `Statistics.cache_miss`
-    def failed(self, spent_ns: int) -> None: ...  # a request got an error, after `spent_ns`
-
-
 class Statistics:
     """Counters of one model version, with the meaning of Triton's statistics.
 
@@ -257,7 +248,6 @@ class Statistics:
         latest: the batch whose answers are being delivered.
         latest_rows: rows of that batch.
         latest_failure: id() of the error that is being delivered, and the request's age in nanoseconds.
-        ledger: receives everything that is counted, right after it; None without one.
     """
 
     __slots__ = (
@@ -268,7 +258,6 @@ class Statistics:
         "latest",
         "latest_failure",
         "latest_rows",
-        "ledger",
     )
 
     def __init__(self) -> None:
@@ -279,7 +268,6 @@ class Statistics:
         self.latest: BatchTimes | None = None
         self.latest_rows = 0
         self.latest_failure = (0, 0)
-        self.ledger: StatisticsLedger | None = None
 
     @property
     def totals(self) -> Totals:
@@ -308,8 +296,6 @@ class Statistics:
         self._uncounted_requests += 1 + len(arrivals_ns)
         if self._uncounted_requests >= TOGETHER:
             self._count()
-        if self.ledger is not None:
-            self.ledger.batch(times, arrivals_ns, rows)
 
     def cache_hits(self, count: int, *, arrived_ns: int, asked_ns: int, looked_ns: int, ended_ns: int) -> None:
         """Record requests that the response cache answers now; they replace `latest` by a batch without rows.
@@ -326,15 +312,11 @@ class Statistics:
         totals.queue.add(asked_ns - arrived_ns, count)
         totals.cache_hit.add(looked_ns, count)
         self.latest, self.latest_rows = BatchTimes(started=ended_ns, assembled=ended_ns, computed=ended_ns, split=ended_ns), 0
-        if self.ledger is not None:
-            self.ledger.cache_hits(count, ended_ns * count - arrived_ns, asked_ns - arrived_ns, looked_ns)
 
     def cache_miss(self, spent_ns: int) -> None:
         """Record the time of the response cache for an answer that it did not have and that was computed."""
         self._totals.success.ns += spent_ns
         self._totals.cache_miss.add(spent_ns)
-        if self.ledger is not None:
-            self.ledger.cache_miss(spent_ns)
 
     def failed(self, arrived_ns: int, error: InferenceError | None = None) -> None:
         """Record a request that got an error or was refused; None if its client has gone."""
@@ -344,8 +326,6 @@ class Statistics:
         reason = reason_of(error)
         failures = self._totals.failures
         failures[reason] = failures.get(reason, 0) + 1
-        if self.ledger is not None:
-            self.ledger.failed(spent_ns)
 
     def _count(self) -> None:
         uncounted = self._uncounted

@@ -1,9 +1,9 @@
 """Several whole servers that answer as one: the processes of `--processes`, and the replicas of a cluster on Ray.
 
-`member` is what such a server does inside: it answers the RPCs that concern all, forwards requests, and keeps its counters.
-`agent` starts a server, watches it, reports for it and carries out the orders for it. `control` is the controller of a cluster,
-which knows the members and decides what each of them serves. `launch` starts the agents and servers: the supervisor of the
-processes of one machine, and Ray. No tensor passes through agent or controller.
+`member` is what such a server does inside: it answers the RPCs that concern all. `agent` starts a server, watches it, reports
+for it and carries out the orders for it. `control` is the controller of a cluster: a table of the living members, and calls to
+all of them. `launch` starts the agents and servers: the supervisor of the processes of one machine, and Ray, which also keeps
+what the servers of a cluster shall do. No tensor passes through agent or controller.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ def app(arguments: Mapping[str, Any]) -> Any:
     Raises:
         ClusterArgumentError: a name is unknown, or a value makes no sense.
     """
+    from halfserve.serve.fleet.launch.cluster_arguments import ClusterArguments  # noqa: PLC0415  (as below)
     from halfserve.serve.fleet.launch.ray_application import build  # noqa: PLC0415  (imports Ray)
 
-    return build(arguments)
+    return build(ClusterArguments.read(arguments), {})

@@ -82,8 +82,7 @@ class InferRoute:
 
     async def _asked(self, request: Request) -> RestRequest:
         name, version = named(request)
-        if self._service.inference_with is None:  # else another server may have it
-            self._core.model(name, version)  # fails before the body is read
+        self._core.model(name, version)  # fails before the body is read
         body = await self._bodies.read(request)
         json_bytes = header_length(request, len(body))
         if json_bytes == 0:

@@ -27,15 +27,6 @@ class Securing:
     tls_client_ca: Annotated[Path | None, _security(help="PEM file of who may have signed clients' certificates (mTLS).")] = (
         TlsOptions.client_authorities
     )
-    tls_peer_ca: Annotated[
-        Path | None,
-        _security(
-            help="PEM file of who may have signed the certificates of a cluster's other members, if not whom the system trusts."
-        ),
-    ] = TlsOptions.peer_authorities
-    tls_peer_name: Annotated[
-        str | None, _security(help="The name in their certificates, if it is not their addresses'.", show_default=False)
-    ] = TlsOptions.peer_name
     token_file: Annotated[
         Path | None, _security(help="Lines that `halfserve token --add-to` writes; who has none of these tokens is not let in.")
     ] = SecurityOptions.token_file
@@ -61,8 +52,7 @@ class Securing:
     )
 
     def __post_init__(self) -> None:
-        others = self.tls_client_ca or self.tls_peer_ca or self.tls_peer_name
-        if (self.tls_cert is None) != (self.tls_key is None) or (others and not self.tls_cert):
+        if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca and not self.tls_cert):
             raise typer.BadParameter("TLS takes --tls-cert and --tls-key together, and its other options only with them")
 
     def security(self, as_triton: AsTriton) -> SecurityOptions:
@@ -85,6 +75,4 @@ class Securing:
             certificate=self.tls_cert,
             key=self.tls_key,
             client_authorities=self.tls_client_ca,
-            peer_authorities=self.tls_peer_ca,
-            peer_name=self.tls_peer_name,
         )

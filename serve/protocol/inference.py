@@ -13,9 +13,7 @@ from halfserve.serve.engine.errors import (
     BackendError,
     InferenceError,
     InvalidArgumentError,
-    NotFoundError,
     OutOfMemoryError,
-    UnavailableError,
     is_out_of_memory,
 )
 from halfserve.serve.engine.inference_core import InferenceCore
@@ -57,8 +55,6 @@ class ManyReplies(Protocol):
         """
 
 
-# Forwards a request for a model that is not served here, see `Inference.infer`; returns None if no other server has the model.
-ForwardRequest = Callable[[bytes, float | None, Reply, ManyReplies | None], Cancel | None]
 NO_CALLER: Final = Caller("", {})
 
 
@@ -84,7 +80,6 @@ class Inference:
         memory: SharedMemory,
         observer: Observer,
         cache: RequestCache | None = None,
-        forward: ForwardRequest | None = None,
         caller: Caller = NO_CALLER,
         added: bytes = b"",
     ) -> None:
@@ -92,7 +87,6 @@ class Inference:
         self._core = core
         self.memory = memory
         self.observer = observer
-        self._forward = forward
         self._caller = caller
         self._added = added
         if cache is None:
@@ -100,16 +94,12 @@ class Inference:
             core.on_change(cache.forget)
         self._cache = cache
 
-    def with_forwarding(self, forward: ForwardRequest) -> Inference:
-        """Return an entry that shares the request cache, and forwards requests for models that other servers have."""
-        return Inference(self._core, self.memory, self.observer, self._cache, forward, self._caller, self._added)
-
     def for_caller(self, caller: Caller, added: bytes = b"") -> Inference:
         """Return an entry for the requests of one caller, so that they are logged as its own.
 
         `added`: a serialized ModelInferRequest with parameters that each request gets, in place of its own of the same names.
         """
-        return Inference(self._core, self.memory, self.observer, self._cache, self._forward, caller, added)
+        return Inference(self._core, self.memory, self.observer, self._cache, caller, added)
 
     def infer(
         self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, *, many: ManyReplies | None = None
@@ -145,9 +135,6 @@ class Inference:
             else:
                 cached, request_id, inputs, parameters = self._understand(bytes(data))
         except InferenceError as error:
-            cancel = self._forwarded(data, time_left_s, reply, many, error)
-            if cancel is not None:
-                return cancel
             self._core.figures.refuse(error)
             raise
         turn = cached.turn
@@ -177,14 +164,6 @@ class Inference:
             observer.select(record)
         record.submit(self._core, queued)
         return record.cancel
-
-    def _forwarded(
-        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, many: ManyReplies | None, error: InferenceError
-    ) -> Cancel | None:
-        """Forward a request that this server refuses with `error`; None if no other server can answer it."""
-        if self._forward is None or not isinstance(error, NotFoundError | UnavailableError):
-            return None
-        return self._forward(bytes(data), time_left_s, reply, many)
 
     def failed(self, data: bytes, error: Exception) -> None:
         """Log a request that has ended with an error."""

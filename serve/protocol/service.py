@@ -77,8 +77,6 @@ class Service(ServerView):
     Attributes:
         rpcs: the RPCs other than inference, by path.
         metrics: the RPC for scrapes of the metrics, which HTTP alone serves.
-        inference_with: returns the entry of this or a restricted service for requests with these headers; None if all use
-            `inference`.
         forwarded: selects the headers that become parameters of inference requests.
     """
 
@@ -104,7 +102,6 @@ class Service(ServerView):
             super().__init__(core, memory, Observability(observe or ObserveOptions(), core, status_name), server_version)
         else:
             super().__init__(core, beside.memory, beside.observability, server_version)
-        self.inference_with: Callable[[Service, Headers], Inference] | None = None
         self.forwarded = forwarded or ForwardedHeaders()
         self.inference = Inference(core, self.memory, self.observability.observer)
         self.rpcs, self.metrics = dict(rpc_table()), METRICS
@@ -126,10 +123,9 @@ class Service(ServerView):
             client: names the client that shares threads with other clients.
             is_rest: the call came over REST, not over gRPC.
         """
-        inference = self.inference if self.inference_with is None else self.inference_with(self, headers)
         forwarded = self.forwarded.http if is_rest else self.forwarded.grpc
         added = b"" if forwarded is None else forwarded.parameters(headers)
-        return inference.for_caller(Caller(peer, headers, holder, client, is_rest=is_rest), added)
+        return self.inference.for_caller(Caller(peer, headers, holder, client, is_rest=is_rest), added)
 
     def count_connections(self, connections: Callable[[], int], calls: Callable[[], int]) -> None:
         """Register functions that return the transport's open connections and calls in flight, for the metrics."""
@@ -148,7 +144,7 @@ class LimitedService(Service):
         self._may_use = may_use
         self._view = RestrictedCore(whole.core, may_use)
         super().__init__(self._view, server_version=whole.server_version, forwarded=whole.forwarded, beside=whole)
-        self.rpcs, self.metrics, self.inference_with, self.is_whole = whole.rpcs, whole.metrics, whole.inference_with, False
+        self.rpcs, self.metrics, self.is_whole = whole.rpcs, whole.metrics, False
 
     def may_see(self, model: str) -> bool:
         return self._may_use(model)

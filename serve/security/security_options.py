@@ -19,20 +19,15 @@ class TlsOptions:
         key: PEM file with the certificate's private key, without a pass phrase.
         client_authorities: PEM file with the authorities that sign clients' certificates; clients must show one then (mTLS).
             None asks clients for no certificate.
-        peer_authorities: PEM file with the authorities that sign the certificates of a cluster's other members; None trusts
-            the authorities that the operating system trusts.
-        peer_name: the name in their certificates, if it is not the address that they have in the cluster.
     """
 
     certificate: Path
     key: Path
     client_authorities: Path | None = None
-    peer_authorities: Path | None = None
-    peer_name: str | None = None
 
     @property
     def files(self) -> list[Path]:
-        given = (self.certificate, self.key, self.client_authorities, self.peer_authorities)
+        given = (self.certificate, self.key, self.client_authorities)
         return [path for path in given if path is not None]
 
 

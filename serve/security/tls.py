@@ -75,25 +75,6 @@ class ServerTls:
         return grpc.dynamic_ssl_server_credentials(certificates(shown), fetch, self.asks_clients)
 
     @property
-    def files(self) -> ServerTlsFiles:
-        """The content of the files that new connections use; another object after each renewal."""
-        return self._files.value
-
-    @property
-    def peer_name(self) -> str | None:
-        """The name in the certificates of a cluster's other members; None if their addresses are the names."""
-        return self._options.peer_name
-
-    def peer_credentials(self) -> Any:
-        """Return grpc.ChannelCredentials for calls to a cluster's other members, which get this server's certificate if they
-        ask.
-        """
-        import grpc  # noqa: PLC0415  (the fast transport does without it)
-
-        files = self._files.value
-        return grpc.ssl_channel_credentials(files.peer_authorities or _trusted_by_system(), files.key, files.certificate)
-
-    @property
     def is_stale(self) -> bool:
         """Whether the files could not be used when they were read last."""
         return self._files.is_stale
@@ -156,7 +137,6 @@ class ServerTlsFiles:
     certificate: bytes  # PEM text, the server's own certificate first
     key: bytes  # PEM text of the private key
     client_authorities: bytes | None  # PEM text; None if clients need no certificate
-    peer_authorities: bytes | None  # PEM text; None for the authorities that the system trusts
     ends_s: float  # expiry of the server's certificate, in seconds since the epoch
 
     def load_into(self, context: ssl.SSLContext) -> None:
@@ -178,7 +158,6 @@ def read_tls_files(options: TlsOptions) -> ServerTlsFiles:
         certificate=certificate,
         key=key,
         client_authorities=_read_authorities("client authorities", options.client_authorities),
-        peer_authorities=_read_authorities("peer authorities", options.peer_authorities),
         ends_s=0.0,
     )
     trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -248,12 +227,6 @@ def _read_authorities(what: str, path: Path | None) -> bytes | None:
     except ssl.SSLError as error:
         raise SecurityError(f"TLS {what} {path} cannot be used: {error.reason}; expected certificates") from None
     return pem
-
-
-def _trusted_by_system() -> bytes | None:
-    """Return the system's authorities as PEM, which gRPC does not read itself; None, for gRPC's own, if there are none."""
-    found = ssl.create_default_context().get_ca_certs(binary_form=True)
-    return "".join(map(ssl.DER_cert_to_PEM_cert, found)).encode() or None
 
 
 def _misfit(error: ssl.SSLError, options: TlsOptions) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
+import shutil
 import socket
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -14,11 +17,11 @@ from typing import Any
 import grpc
 
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.fleet.agent.member_folders import MemberFolders
 from halfserve.serve.fleet.agent.reporting import Reporting, first_of
 from halfserve.serve.fleet.agent.server_process import AgentError, AgentOptions, Ports, ServerProcess
 from halfserve.serve.fleet.control.autoscaling import MemberLoad
-from halfserve.serve.fleet.control.reports import ControllerLink
+from halfserve.serve.fleet.control.reports import ControllerLink, Report
+from halfserve.serve.fleet.control.wanted import Wanted
 from halfserve.serve.fleet.member.cluster_member import AGENT, SOCKET
 from halfserve.serve.fleet.member.handover import GRPC, HTTP, METRICS
 from halfserve.serve.fleet.member.member_socket import CHANNEL_OPTIONS, SUFFIX, MemberChannel
@@ -27,6 +30,7 @@ from halfserve.serve.transports.listening import address_of
 
 logger = logging.getLogger(__name__)
 
+LONGEST = 107 - len(f"/{SOCKET}{SUFFIX}")  # most bytes of a folder's path: the path of a Unix socket in it may have 107
 STUCK_S = 30.0  # a server whose agent gets no answer for this long is considered stuck
 STATUSES = {code.value[0]: code for code in grpc.StatusCode}
 NO_CONTROLLER = (
@@ -51,7 +55,7 @@ class Agent:
         self.address = self.http_address = self.metrics_address = ""
         self._options = options
         self._link = link
-        self._folders: MemberFolders | None = None
+        self._folder: Path | None = None
         self._process: ServerProcess | None = None
         self._server: MemberChannel | None = None
         self._socket: AgentSocket | None = None
@@ -69,38 +73,59 @@ class Agent:
         return MemberLoad() if self._reporting is None else self._reporting.meter.load
 
     async def start(self) -> None:
-        """Start the server, and report until `stop`.
-
-        Returns once the server has carried out the controller's first orders, that is, once it serves its models. Waits for as
-        long as the controller cannot be reached.
+        """Start the server, which has no models yet.
 
         Raises:
             AgentError: the server cannot be started, or ended during the start.
         """
         options = self._options
-        self._folders = folders = MemberFolders(options.folder, options.cluster, self.member)
         names = (GRPC,) if "--no-http" in options.arguments else (GRPC, HTTP, METRICS)
+        self._folder = folder = _shared_folder(options.folder)
         ports = Ports(options.host, options.first_port, names)
         host = options.advertised_host or options.host
         self.address, self.http_address, self.metrics_address = (
             address_of(host, ports[name]) if name in names else "" for name in (GRPC, HTTP, METRICS)
         )
-        self._socket = AgentSocket(folders.own, self._link)
+        self._socket = AgentSocket(folder, self._link)
         await self._socket.start()
         self._process = process = ServerProcess()
-        await process.start(options.path, options.arguments, options.host, ports, folders.own, self.member)
-        self._server = server = MemberChannel(folders.own, SOCKET)
-        report = {
-            "member": self.member,
-            "machine": options.machine or socket.gethostname(),
-            "grpc_address": self.address,
-            "http_address": self.http_address,
-        }
-        self._reporting = reporting = Reporting(report, self._link, server, process, folders)
+        await process.start(options.path, options.arguments, options.host, ports, folder, self.member)
+        self._server = MemberChannel(folder, SOCKET)
+        about = partial(
+            Report,
+            member=self.member,
+            group=options.group,
+            patterns=options.patterns,
+            machine=options.machine or socket.gethostname(),
+            grpc_address=self.address,
+            http_address=self.http_address,
+        )
+        self._reporting = Reporting(about, options.patterns, self._link, self._server, process)
+
+    async def serve(self, wanted: Wanted) -> None:
+        """Have the server do what the wanted state of its group says, and report until `stop`.
+
+        Returns once the server does so, and knows the other members. Waits for as long as the controller cannot be reached.
+
+        Raises:
+            AgentError: the server has ended.
+        """
+        reporting, process = self._reporting, self._process
+        if reporting is None or process is None:
+            raise AgentError(f"the server of member {self.member} has not been started")
+        try:
+            await reporting.begin(wanted)
+        except InferenceError as error:
+            raise AgentError(f"the server of member {self.member} does not answer: {error}") from None
         self._reports = asyncio.create_task(reporting.run())
         self._reports.add_done_callback(_log_failure)
         await first_of(reporting.settled, process.ended)
         self.check()
+
+    def follow(self, wanted: Wanted) -> None:
+        """Have the server carry out what is new in the wanted state. Returns at once, and raises no error of the server."""
+        if self._reporting is not None:
+            self._reporting.follow(wanted)
 
     def check(self) -> None:
         """Check that the server runs and that the agent still reports.
@@ -119,7 +144,7 @@ class Agent:
             raise AgentError(f"the server of member {self.member} has not answered for {silent_s:.0f} s")
 
     async def stop(self) -> None:
-        """Leave the cluster: refuse new requests, finish the accepted ones, end the server, and report its last counters.
+        """Leave the cluster: refuse new requests, finish the accepted ones, and end the server.
 
         Returns when all of this is done; the server's --lame-duck-seconds and --drain-seconds limit the time. Safe to call
         twice, and after a failed start.
@@ -127,16 +152,32 @@ class Agent:
         if self._reporting is not None and self._reports is not None:
             await self._reporting.drain()
             await asyncio.wait([self._reports])
-        else:
-            if self._process is not None:
-                await self._process.stop()
-            if self._folders is not None:
-                self._folders.close(keep_own=False)
-                self._folders = None
+        elif self._process is not None:
+            await self._process.stop()
         if self._socket is not None:
             await self._socket.stop()
         if self._server is not None:
             await self._server.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _shared_folder(parent: Path | None) -> Path:
+    """Create the folder that an agent and its server share; only this user can access it.
+
+    Raises:
+        AgentError: the folder cannot be made.
+    """
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="halfserve-member-", dir=parent))
+    except OSError as error:
+        raise AgentError(
+            f"{error.filename or tempfile.gettempdir()}: {error.strerror}; set TMPDIR to a folder of this user"
+        ) from None
+    if len(os.fsencode(folder)) > LONGEST:
+        folder.rmdir()
+        raise AgentError(f"{folder} has no room for a Unix socket's name; set TMPDIR to a shorter path")
+    return folder
 
 
 class AgentSocket(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no types

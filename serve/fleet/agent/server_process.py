@@ -35,19 +35,20 @@ class AgentOptions:
 
     Attributes:
         path: model repository: a folder, or a URL of object storage.
-        cluster: name that distinguishes clusters on one machine. Counters that a dead server left behind belong to the cluster
-            of this name, so a new cluster needs a new name.
+        group: name of the group of servers that share a wanted state.
+        patterns: names, or patterns of names, of the models that the group has.
         arguments: further options of `halfserve serve`, such as ("--cpu", "--threads", "2").
         host: address to listen on.
         advertised_host: host under which clients reach this machine; "" for `host`.
         first_port: first of the server's three consecutive ports (gRPC, HTTP, metrics), or its single port with --no-http. If
             taken, the next free row of ports is used, among 31 further rows; 0 for any free ports.
-        machine: name that distinguishes machines, for placement and users; "" for the host name.
-        folder: root folder of all clusters of this user on this machine; None for one in the system's temporary folder.
+        machine: name that distinguishes machines for users; "" for the host name.
+        folder: folder in which the agent makes the one that it shares with the server; None for the temporary folder.
     """
 
     path: str
-    cluster: str
+    group: str = ""
+    patterns: tuple[str, ...] = ("*",)
     arguments: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     advertised_host: str = ""

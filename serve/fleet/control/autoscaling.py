@@ -159,14 +159,12 @@ class LoadMeter:
             return MemberLoad()
         (then_s, _, then), (now_s, slots, now) = self._reports[0], self._reports[-1]
         spent_ns = (now_s - then_s) * 1e9 * max(1, slots)
-        pairs = [(one, then.get(name, NOTHING)) for name, one in now.items()]
-        requests = sum(after.requests - before.requests for after, before in pairs)
-        refusals = sum(after.refusals - before.refusals for after, before in pairs)
-        compute_ns = sum(after.compute_ns - before.compute_ns for after, before in pairs)
+        steps = [_step(then.get(name, NOTHING), one) for name, one in now.items()]
+        requests = sum(step.requests for step in steps)
+        refusals = sum(step.refusals for step in steps)
+        compute_ns = sum(step.compute_ns for step in steps)
         queues_s = [
-            (after.queue_ns - before.queue_ns) / 1e9 / (after.requests - before.requests)
-            for after, before in pairs
-            if after.requests > before.requests and after.compute_ns - before.compute_ns >= COMPUTES * compute_ns
+            step.queue_ns / 1e9 / step.requests for step in steps if step.requests and step.compute_ns >= COMPUTES * compute_ns
         ]
         return MemberLoad(
             busy=compute_ns / spent_ns if spent_ns else 0.0,
@@ -179,8 +177,17 @@ class LoadMeter:
         (then_s, _, then), (now_s, _, now) = self._reports[0], self._reports[-1]
         if now_s == then_s:
             return ModelLoad()
-        before, after = then.get(name, NOTHING), now.get(name, NOTHING)
-        return ModelLoad(
-            requests_s=(after.requests - before.requests) / (now_s - then_s),
-            compute=(after.compute_ns - before.compute_ns) / 1e9 / (now_s - then_s),
-        )
+        step = _step(then.get(name, NOTHING), now.get(name, NOTHING))
+        return ModelLoad(requests_s=step.requests / (now_s - then_s), compute=step.compute_ns / 1e9 / (now_s - then_s))
+
+
+def _step(before: ModelReport, after: ModelReport) -> ModelReport:
+    """The counts between two reports; those of versions that were replaced meanwhile begin at 0 again."""
+    if after.requests < before.requests or after.compute_ns < before.compute_ns:
+        return after
+    return ModelReport(
+        requests=after.requests - before.requests,
+        refusals=max(0, after.refusals - before.refusals),
+        queue_ns=max(0, after.queue_ns - before.queue_ns),
+        compute_ns=after.compute_ns - before.compute_ns,
+    )

@@ -1,17 +1,16 @@
-"""The members of a cluster: the record of each, their leases, the directory, and callers that wait for changes."""
+"""The members of a cluster: the record of each, calls to it, the leases, and the directory."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from fnmatch import fnmatchcase
 
 from halfserve.protos import cluster_pb2
 from halfserve.serve.fleet.control.autoscaling import LoadMeter
-from halfserve.serve.fleet.control.cluster_memory import estimate
-from halfserve.serve.fleet.control.reports import LEASE_S, NOTHING, REPORT_S, ModelReport, Orders, Report
+from halfserve.serve.fleet.control.reports import LEASE_S, NOTHING, REPORT_S, CallAnswer, ModelReport, Orders, Report
+from halfserve.serve.fleet.control.wanted import Order
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +20,11 @@ FREQUENT = 100  # members that may report every REPORT_S; above, each reports le
 SELDOM = 4.0  # upper bound of the report interval, in multiples of REPORT_S
 PUBLISH_S = 0.05  # shortest time between two directories
 DIRECTORY_BYTES_S = 50e6  # limit on the directory traffic to all members; large clusters publish less often
+HAND_OVER_S = 60.0  # time for other members to load the models of a leaving member
+
+
+class MemberEndedError(Exception):
+    """A member ended before it answered a call."""
 
 
 class MemberRecord:
@@ -30,35 +34,24 @@ class MemberRecord:
         report: its last report.
         reported_at: arrival time of the last report, in seconds of the controller's clock.
         joined_at: arrival time of the first report.
-        counters: the last counters received; None before.
-        counters_number: the `Orders.counters_number` that those counters answer.
         served: names of the models that it serves.
-        failed: names of the models whose last order failed.
-        published: names of the models that the last directory lists for it.
         profile: the part of its report that other members and clients depend on; compared to detect changes.
         meter: measures the load of the member and of its models.
-        drains: whether the member was asked to leave.
-        hands_over_until: time, in seconds of the controller's clock, until which the member keeps answering unless other
-            members serve its models earlier; None while it is not leaving, and once it may leave.
-        sent: orders that it was sent last, but for the directory and the memory.
-        sent_directory, sent_memory: versions of the directory and of the memory that it was sent last.
+        drains_since: time, in seconds of the controller's clock, since which the member shall leave; None while it stays.
+        leaves: whether it was told to leave, because other members serve its models or HAND_OVER_S are over.
+        sent_directory: version of the directory that it was sent last.
     """
 
     def __init__(self, report: Report, now: float) -> None:
         self.report = report
         self.joined_at = self.reported_at = now
-        self.counters: bytes | None = None
-        self.counters_number = 0
         self.served: frozenset[str] = frozenset()
-        self.failed: frozenset[str] = frozenset()
-        self.published: frozenset[str] = frozenset()
         self.profile: object = None
         self.meter = LoadMeter()
-        self.drains = False
-        self.hands_over_until: float | None = None
-        self.sent = Orders(controller="")
-        self.sent_directory = self.sent_memory = 0
-        self._counters_models: Mapping[str, ModelReport] = {}
+        self.drains_since: float | None = None
+        self.leaves = False
+        self.sent_directory = 0
+        self._calls: dict[str, tuple[str, Order, asyncio.Future[CallAnswer]]] = {}  # unanswered, by the order's id
         self._poll: asyncio.Future[bool] | None = None
 
     @property
@@ -72,44 +65,58 @@ class MemberRecord:
 
     @property
     def is_leaving(self) -> bool:
-        return self.drains or self.report.is_draining
+        return self.drains_since is not None or self.report.is_draining
 
     @property
     def takes_requests(self) -> bool:
         """Whether clients may send it requests; a leaving member accepts them until other members serve its models."""
-        return not self.report.is_draining and (not self.drains or self.hands_over_until is not None)
+        return not self.report.is_draining and not self.leaves
 
     def model(self, name: str) -> ModelReport:
         """Last report of a model; NOTHING if the member did not report it."""
         return self.report.models.get(name, NOTHING)
 
-    def serves(self, name: str) -> bool:
-        return name in self.served
+    def may_have(self, name: str) -> bool:
+        """Whether a model of this name belongs to the member's group."""
+        return any(fnmatchcase(name, pattern) for pattern in self.report.patterns)
 
     def take(self, report: Report, now: float) -> None:
         """Take in a new report."""
         self.report, self.reported_at = report, now
         self.served = frozenset(name for name, model in report.models.items() if model.is_served)
-        self.failed = frozenset(name for name, model in report.models.items() if model.error)
-        self.profile = (report.grpc_address, report.http_address, report.is_draining, self.served, self.failed)
+        self.profile = (report.grpc_address, report.http_address, report.is_draining, self.served)
         self.meter.take(report.models, report.compute_slots, now)
-        if report.counters is not None and report.counters_number >= self.counters_number:
-            self.counters, self.counters_number, self._counters_models = report.counters, report.counters_number, report.models
+        for given, answer in report.answers.items():
+            call = self._calls.pop(given, None)
+            if call is not None and not call[2].done():
+                call[2].set_result(answer)
 
-    def last_counters(self) -> bytes:
-        """Counters estimated from its last report, for a member that ended without reporting its counters."""
-        return estimate(self.counters, self._counters_models, self.report.models)
+    async def ask(self, target: str, order: Order, limit_s: float | None) -> CallAnswer:
+        """Have the member carry out a call, and return its answer.
 
-    def entry(self) -> cluster_pb2.Member:
-        """Entry of this member in the directory."""
-        states = cluster_pb2.Member.State
-        return cluster_pb2.Member(
-            id=self.id,
-            grpc_address=self.report.grpc_address,
-            http_address=self.report.http_address,
-            state=states.SERVING if self.takes_requests else states.DRAINING,
-            models=sorted(self.served),
-        )
+        Raises:
+            MemberEndedError: the member ended before.
+            TimeoutError: it did not answer within `limit_s` seconds.
+        """
+        answer: asyncio.Future[CallAnswer] = asyncio.get_running_loop().create_future()
+        self._calls[order.id] = target, order, answer
+        self.wake()
+        try:
+            async with asyncio.timeout(limit_s):
+                return await answer
+        finally:
+            self._calls.pop(order.id, None)
+
+    def untaken_calls(self) -> list[tuple[str, Order]]:
+        """The calls that its last report does not show as taken."""
+        return [(target, order) for target, order, _ in self._calls.values() if order.id not in self.report.taken]
+
+    def end(self) -> None:
+        """End its calls and its wait, because it is a member no more."""
+        for _, _, answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(MemberEndedError(self.title))
+        self.wake(is_last=False)
 
     async def wait(self, limit_s: float) -> bool:
         """Wait until there are new orders for this member, at most `limit_s` seconds.
@@ -135,25 +142,16 @@ class MemberRecord:
         if poll is not None and not poll.done():
             poll.set_result(is_last)
 
-    def is_news(self, orders: Orders, directory: int) -> bool:
-        """Whether orders contain anything not sent yet; `directory` is the version of the current directory."""
-        return (
-            _generations(orders) != _generations(self.sent)
-            or (orders.directory is not None and directory > self.sent_directory)
-            or orders.counters_number > self.sent.counters_number
-            or orders.settings is not None
-            or orders.memory is not None
-            or orders.drain != self.sent.drain
+    def entry(self) -> cluster_pb2.Member:
+        """Entry of this member in the directory."""
+        states = cluster_pb2.Member.State
+        return cluster_pb2.Member(
+            id=self.id,
+            grpc_address=self.report.grpc_address,
+            http_address=self.report.http_address,
+            state=states.SERVING if self.takes_requests else states.DRAINING,
+            models=sorted(self.served),
         )
-
-    def tell(self, orders: Orders, *, directory: int, memory: int) -> None:
-        """Record the orders as sent."""
-        self.sent = replace(orders, directory=None, memory=None)
-        self.sent_directory, self.sent_memory = directory, memory
-
-
-def _generations(orders: Orders) -> dict[str, int]:
-    return {name: order.generation for name, order in orders.models.items()}
 
 
 class MemberTable:
@@ -163,31 +161,24 @@ class MemberTable:
         members: records by member id, in the order of joining.
         version: version of the directory; 0 before the first.
         directory: serialized directory.
-        clock: monotonic time in seconds.
-        is_public: whether directories may be published yet.
+        is_complete: set once every living member had time to report, so that there are directories.
     """
 
-    def __init__(self, clock: Callable[[], float], look: Callable[[float], None], lost: Callable[[MemberRecord], None]) -> None:
-        """Create a table without members.
-
-        Args:
-            clock: monotonic time in seconds, in step with the event loop's time.
-            look: called every TICK_S with the time.
-            lost: called with a member that was removed because its lease expired.
-        """
+    def __init__(self, controller: str, clock: Callable[[], float]) -> None:
+        """Create a table without members, for the controller of this id; `clock` is in step with the event loop's time."""
         self.members: dict[str, MemberRecord] = {}
         self.version = 0
         self.directory = b""
-        self.is_public = False
-        self.clock = clock
-        self._look_outside = look
-        self._lost = lost
+        self.is_complete = asyncio.Event()
+        self._controller = controller
+        self._clock = clock
+        self._complete_at = clock() + LEASE_S
+        self._is_successor = False  # whether an earlier controller existed, as reports show
         self._is_stale = True
         self._publish_at = 0.0
         self._publishing: asyncio.TimerHandle | None = None
         self._looked_at = 0.0
         self._looking: asyncio.TimerHandle | None = None
-        self._news = asyncio.Event()
 
     @property
     def report_s(self) -> float:
@@ -199,89 +190,104 @@ class MemberTable:
         """Time without a report after which a member is removed, in seconds; LEASE_S up to FREQUENT members."""
         return self.report_s * LEASE_S / REPORT_S
 
-    def take(self, report: Report) -> tuple[MemberRecord, bool]:
-        """Take in a report. Returns the member, and whether anything that other members depend on has changed."""
-        now = self.clock()
+    async def exchange(self, report: Report) -> Orders:
+        """Take in a report and answer with the member's orders: at once if they are news to it, else after `report_s`."""
+        self._look_regularly()
+        self._learn(report)
+        if report.has_ended:
+            self._end(report.member, "has left")
+            return Orders(controller=self._controller)
+        record = self._take(report)
+        orders, is_news = self._orders(record)
+        if report.controller == self._controller and not is_news:
+            if not await record.wait(self.report_s):
+                return orders
+            orders, _ = self._orders(record)
+        if orders.directory is not None:
+            record.sent_directory = self.version
+        return orders
+
+    def drain(self, record: MemberRecord) -> None:
+        """Have a member leave once other members serve its models."""
+        record.drains_since = record.drains_since or self._clock()
+        record.wake()
+
+    def staying(self) -> list[MemberRecord]:
+        """Members that are not about to leave."""
+        return [one for one in self.members.values() if not one.is_leaving]
+
+    def _learn(self, report: Report) -> None:
+        """Learn from a report that there was an earlier controller, and the version of its directory."""
+        if report.controller not in {"", self._controller} and not self._is_successor:
+            self._is_successor, self._complete_at = True, max(self._complete_at, self._clock() + LEASE_S)
+        if report.directory_version > self.version:
+            self.version = report.directory_version
+            self._changed()
+
+    def _take(self, report: Report) -> MemberRecord:
+        now = self._clock()
         record = self.members.get(report.member)
-        before = None if record is None else record.profile
         if record is None:
             record = self.members[report.member] = MemberRecord(report, now)
             logger.info("%s has joined", record.title)
+        before = record.profile
         record.take(report, now)
         if record.profile != before:
-            self.changed(record)
-        self.tell_news()
-        return record, record.profile != before
+            self._changed()
+        return record
 
-    def end(self, member: str) -> None:
-        """Remove a member."""
+    def _end(self, member: str, how: str) -> None:
         record = self.members.pop(member, None)
         if record is not None:
-            record.wake(is_last=False)
-            self.changed()
+            logger.info("%s %s", record.title, how)
+            record.end()
+            self._changed()
 
-    def learn_version(self, version: int) -> None:
-        """Number later directories above `version`, which another controller has published."""
-        if version > self.version:
-            self.version = version
-            self._is_stale = True
-            self.changed()
+    def _orders(self, record: MemberRecord) -> tuple[Orders, bool]:
+        """Orders for a member now, and whether they contain anything not sent yet."""
+        if not record.leaves and self._may_leave(record):
+            record.leaves = True
+            self._changed()
+        is_behind = bool(self.directory) and record.report.directory_version != self.version
+        calls, drain = record.untaken_calls(), record.leaves and not record.report.is_draining
+        directory = self.directory if is_behind else None
+        orders = Orders(controller=self._controller, directory=directory, calls=calls, drain=drain)
+        return orders, bool(calls) or drain or (is_behind and self.version > record.sent_directory)
 
-    def changed(self, record: MemberRecord | None = None) -> None:
-        """Schedule a new directory, and wake the member if there may be new orders for it."""
+    def _may_leave(self, record: MemberRecord) -> bool:
+        if record.drains_since is None:
+            return False
+        elsewhere = {name for one in self.members.values() if one.takes_requests and not one.is_leaving for name in one.served}
+        return record.served <= elsewhere or self._clock() > record.drains_since + HAND_OVER_S
+
+    def _changed(self) -> None:
+        """Schedule a new directory."""
         self._is_stale = True
-        if record is not None:
-            record.wake()
-        self.tell_news()
-        if self._publishing is None and self.is_public:
-            after = max(0.0, self._publish_at - self.clock())
+        if self._publishing is None and self.is_complete.is_set():
+            after = max(0.0, self._publish_at - self._clock())
             self._publishing = asyncio.get_running_loop().call_later(after, self._publish)
 
-    def wake_all(self) -> None:
-        """Wake all members, because there may be new orders for them."""
-        for record in self.members.values():
-            record.wake()
-        self.tell_news()
-
-    def tell_news(self) -> None:
-        """Have all waiting `until` calls check their conditions."""
-        self._news.set()
-        self._news.clear()
-
-    async def until(self, holds: Callable[[], bool], limit_s: float | None = None) -> bool:
-        """Wait until reports make a condition true, at most `limit_s` seconds. Returns whether it is true."""
-        ends = None if limit_s is None else self.clock() + limit_s
-        self.look_regularly()
-        while not holds():
-            left = REPORT_S if ends is None else min(REPORT_S, ends - self.clock())
-            if left <= 0:
-                return False
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await self._news.wait()
-        return True
-
-    def look_regularly(self) -> None:
-        """Start checking the leases; goes on while there are members or directories are not published yet."""
+    def _look_regularly(self) -> None:
+        """Start checking the leases; goes on while there are members or the table is not complete yet."""
         if self._looking is None:
-            self._looked_at = self.clock()
+            self._looked_at = self._clock()
             self._looking = asyncio.get_running_loop().call_later(TICK_S, self._look)
 
     def _look(self) -> None:
-        now = self.clock()
+        now = self._clock()
         late, self._looked_at = now - self._looked_at - TICK_S, now
         lease_s = self.lease_s
         self._looking = None
-        self._look_outside(now)
+        if now >= self._complete_at and not self.is_complete.is_set():
+            self.is_complete.set()
+            self._changed()
         for record in list(self.members.values()):
             if late > STALL_S:
                 record.reported_at = now
             elif now - record.reported_at > lease_s:
-                logger.warning("%s has not reported for %g s, and is a member no more", record.title, lease_s)
-                self.end(record.id)
-                self._lost(record)
-        if self.members or not self.is_public:
-            self.look_regularly()
+                self._end(record.id, f"has not reported for {lease_s:g} s, and is a member no more")
+        if self.members or not self.is_complete.is_set():
+            self._look_regularly()
 
     def _publish(self) -> None:
         self._publishing = None
@@ -290,9 +296,8 @@ class MemberTable:
         self._is_stale = False
         self.version += 1
         entries = [record.entry() for record in self.members.values()]
-        for record in self.members.values():
-            record.published = record.served
         self.directory = cluster_pb2.Directory(version=self.version, members=entries).SerializeToString()
         pause = max(PUBLISH_S, len(self.members) * len(self.directory) / DIRECTORY_BYTES_S)
-        self._publish_at = self.clock() + pause
-        self.wake_all()
+        self._publish_at = self._clock() + pause
+        for record in self.members.values():
+            record.wake()

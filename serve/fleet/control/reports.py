@@ -1,7 +1,6 @@
 """Messages between agents and the controller: an agent sends a report, and the answer contains its orders.
 
-The controller keeps nothing on disk. It gives the state that must survive it to the agents (`Orders.memory`), and a new
-controller adopts the newest state that they report.
+The controller keeps nothing that it cannot ask again: after a restart, it learns the members from their next reports.
 """
 
 from __future__ import annotations
@@ -10,31 +9,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from halfserve.serve.fleet.control.wanted import Order
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelReport:
     """State of a model at one member.
 
     Attributes:
-        generation: generation of the last load order that was carried out or failed; 0 for none.
+        is_wanted: whether the member's wanted state has it loaded.
+        is_changing: whether it is being loaded or unloaded.
         is_served: whether it answers requests.
-        error: reason why that order failed; "" if it did not.
-        status: name of the gRPC status of that failure, such as NOT_FOUND; "" if it did not fail.
+        error: reason why its last load failed; "" if it did not.
         versions: numbers of the versions that it serves.
-        size: approximate memory in bytes; 0 if unknown.
-        requests, rows, failures, refusals: counts since the member's start; `requests` counts successful ones.
-        queue_ns, compute_ns: total queue time of requests, and total compute time of batches, since the member's start.
+        requests, refusals: counts of answered and refused requests, over the versions that are served now.
+        queue_ns, compute_ns: total queue time of requests, and total compute time of batches, of the same versions.
     """
 
-    generation: int = 0
+    is_wanted: bool = False
+    is_changing: bool = False
     is_served: bool = False
     error: str = ""
-    status: str = ""
     versions: tuple[str, ...] = ()
-    size: int = 0
     requests: int = 0
-    rows: int = 0
-    failures: int = 0
     refusals: int = 0
     queue_ns: int = 0
     compute_ns: int = 0
@@ -44,70 +41,54 @@ NOTHING = ModelReport()  # stands for a model that the member does not know
 
 
 @dataclass(frozen=True, kw_only=True)
+class CallAnswer:
+    """Answer of a member to a call of the controller.
+
+    Attributes:
+        content: serialized answer.
+        status: name of the gRPC status of a failure, such as NOT_FOUND; "" on success.
+        error: reason of the failure.
+    """
+
+    content: bytes = b""
+    status: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """Report of an agent about its server.
 
     Attributes:
         member: id of the server process; a restarted server has a new id.
-        machine: name that distinguishes machines, for placement and users.
+        group: name of the group of servers that share a wanted state.
+        patterns: names, or patterns of names, of the models of the group.
+        machine: name that distinguishes machines for users.
         grpc_address, http_address: HOST:PORT for clients; `http_address` may be "".
         is_draining: the server takes no new requests and is about to leave.
-        models: all models of the repository, by name, whether served or not.
+        models: all models that the group has, by name, and others that it serves.
         compute_slots: number of batches that can compute concurrently, to turn `compute_ns` into a fraction of time.
-        memory_size: memory for models in bytes; 0 if unknown.
-        counters: `MemberCounters.to_bytes()` of the server, if the last orders asked for it or the server has ended; else None.
-        counters_number: the `Orders.counters_number` that the counters answer.
-        has_ended: the server has ended; the counters are its last ones, and this is the agent's last report.
-        left: counters of servers on this machine that ended without a last report, by member.
+        taken: ids of the controller's calls that are being carried out.
+        answers: answers to the controller's calls, by id; a report repeats them until it has been taken.
+        has_ended: the server has ended; this is the agent's last report.
         directory_version: version of the directory that the server gives to clients.
-        settings_number: number of the settings that the server has applied.
         controller: the `Orders.controller` of the last orders; "" before the first.
-        memory: the newest `Orders.memory`, in the first report to a new controller; else None.
     """
 
     member: str
     machine: str
     grpc_address: str
+    group: str = ""
+    patterns: tuple[str, ...] = ("*",)
     http_address: str = ""
     is_draining: bool = False
     models: Mapping[str, ModelReport] = field(default_factory=dict)
     compute_slots: int = 1
-    memory_size: int = 0
-    counters: bytes | None = None
-    counters_number: int = 0
+    taken: frozenset[str] = frozenset()
+    answers: Mapping[str, CallAnswer] = field(default_factory=dict)
     has_ended: bool = False
-    left: Mapping[str, bytes] = field(default_factory=dict)
     directory_version: int = 0
-    settings_number: int = 0
     controller: str = ""
-    memory: bytes | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOrder:
-    """Order to serve a model.
-
-    Attributes:
-        generation: increases with each order; the agent loads or reloads the model when it changes.
-        request: serialized RepositoryModelLoadRequest, with a configuration or files where the user gave them; empty if the
-            member has reported this generation already.
-    """
-
-    generation: int
-    request: bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class SettingsChanges:
-    """Changes of log and trace settings that a member has not applied.
-
-    Attributes:
-        number: number of the last change.
-        changes: path of the method, and serialized request, for each changed setting.
-    """
-
-    number: int
-    changes: Sequence[tuple[str, bytes]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,21 +97,15 @@ class Orders:
 
     Attributes:
         controller: id of the controller process; a restarted controller has a new id.
-        models: orders of all models to serve, by name; the member unloads all others.
         directory: serialized `cluster_pb2.Directory` for clients; None if the member has the current one.
-        counters_number: the member reports its counters at once if this is larger than the last number it answered.
-        settings: settings to apply; None if the member has applied all.
+        calls: calls that the member has not taken, each with the target that it changes; "" for a query.
         drain: take no new requests, and leave once the accepted ones are answered.
-        memory: controller state to keep for the next controller; None if unchanged.
     """
 
     controller: str
-    models: Mapping[str, ModelOrder] = field(default_factory=dict)
     directory: bytes | None = None
-    counters_number: int = 0
-    settings: SettingsChanges | None = None
+    calls: Sequence[tuple[str, Order]] = ()
     drain: bool = False
-    memory: bytes | None = None
 
 
 class ControllerLink(Protocol):

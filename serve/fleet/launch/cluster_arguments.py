@@ -18,8 +18,8 @@ MANAGED_OPTIONS = {
     "--grpc-port": "first_port sets it",
     "--http-port": "first_port sets it",
     "--metrics-port": "first_port sets it",
-    "--model-control": "the controller decides what is served",
-    "--load-model": "the controller decides what is served",
+    "--model-control": "models and loading by request decide what is served",
+    "--load-model": "models and loading by request decide what is served",
     "--processes": "a cluster's servers are its members",
     "--supervise": "the agent starts and replaces the server",
     "--transport": "members of a cluster use nghttp2",
@@ -44,9 +44,14 @@ class MemberOptions:
     )
     cpus: Annotated[float, typer.Option(help="Cores of each server.")] = 1.0  # also its threads for one operator
     gpus: Annotated[float, typer.Option(help="GPUs of each server.")] = 0.0
-    models_per_member: Annotated[
-        int, typer.Option(help="Models that one server may hold, those with most load on most servers; 0 puts all on all.")
-    ] = 0
+    models: Annotated[
+        str,
+        typer.Option(help="Models of these servers: names, or patterns such as 'resnet*', with commas between them."),
+    ] = "*"
+    cluster: Annotated[
+        str,
+        typer.Option(help="Cluster whose directory these servers join; by default one of their own.", show_default=False),
+    ] = ""
     latency_target_ms: Annotated[
         float, typer.Option(help="Milliseconds in the queue above which more servers are started.")
     ] = 50.0
@@ -83,7 +88,7 @@ class ClusterArguments(MemberOptions):
             raise ClusterArgumentError("path is empty, expected a folder or a URL such as s3://bucket/models")
         _check("cpus", self.cpus, 0 <= self.cpus < math.inf, "0 or more cores")
         _check("gpus", self.gpus, 0 <= self.gpus < math.inf, "0 or more")
-        _check("models_per_member", self.models_per_member, self.models_per_member >= 0, "0 for all, or a number of models")
+        _check("models", repr(self.models), all(self.patterns), "names or patterns with commas between them")
         _check("latency_target_ms", self.latency_target_ms, 0 < self.latency_target_ms < math.inf, "milliseconds above 0")
         _check("scale_down_seconds", self.scale_down_seconds, 0 < self.scale_down_seconds < math.inf, "seconds above 0")
         _check("first_port", self.first_port, 0 <= self.first_port <= 65000, "a port up to 65000, or 0 for any free ones")
@@ -124,6 +129,11 @@ class ClusterArguments(MemberOptions):
             "args": self.as_given(),
         }
         return {"proxy_location": "Disabled", "applications": [application]}
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Names, or patterns of names, of the models that the servers have."""
+        return tuple(one.strip() for one in self.models.split(","))
 
     @property
     def bounds(self) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from halfserve.serve.fleet.launch.cluster_arguments import (
     MemberOptions,
     bounds_of,
 )
-from halfserve.serve.protocol.service import SERVICE
+from halfserve.serve.fleet.member.fleet_commands import LOAD, UNLOAD
 
 EXIT_CODES: dict[type[Exception], int] = {
     ClusterArgumentError: 2,
@@ -34,7 +34,6 @@ EXIT_CODES: dict[type[Exception], int] = {
     OSError: 1,
 }
 OLDEST = (2, 60)  # oldest Ray with `record_replica_metadata` and `max_surge_percent`
-LOAD, UNLOAD = f"/{SERVICE}/RepositoryModelLoad", f"/{SERVICE}/RepositoryModelUnload"
 
 cluster = typer.Typer(
     add_completion=False,
@@ -48,7 +47,7 @@ cluster = typer.Typer(
     Example: halfserve cluster run s3://bucket/models --replicas 1:8 --gpus 1
     """,
 )
-Name = Annotated[str, typer.Option(help="The cluster's name in Ray Serve, where one Ray has several.")]
+Name = Annotated[str, typer.Option(help="Name of these servers' application in Ray Serve, where one Ray has several.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Its name.")]
 WaitSeconds = Annotated[float, typer.Option(min=1, help="Time for the servers to start.")]
@@ -144,8 +143,8 @@ def _follow(ray_cluster: Any, name: str, *, is_own: bool) -> None:
     try:
         running: frozenset[str] = frozenset()
         while (now := ray_cluster.deployed(name)) is not None:
-            if running - now.running and len(now.running) < now.wanted:
-                _say(f"a server has ended, {len(now.running)} of {now.wanted} run; Ray starts another one")
+            if running - now.running and len(now.running) < now.target:
+                _say(f"a server has ended, {len(now.running)} of {now.target} run; Ray starts another one")
             running = now.running
             time.sleep(LOOK_S)
         typer.echo("stopped", err=True)
@@ -170,7 +169,7 @@ def status(name: Name = NAME, as_json: AsJson = False) -> None:
             "status": deployed.status,
             "message": deployed.message,
             "replicas": deployed.arguments.replicas,
-            "wanted": deployed.wanted,
+            "wanted": deployed.target,
             "running": len(deployed.running),
             "lacks_room": deployed.lacks_room,
         }
@@ -255,7 +254,7 @@ def drain(
 
 @cluster.command()
 def stop(name: Name = NAME) -> None:
-    """Drain and end all servers of a cluster.
+    """Drain and end all servers of an application; its cluster ends with its last one.
 
     Example: halfserve cluster stop
     """

@@ -1,149 +1,40 @@
-"""The Ray Serve application: replicas, each with an agent and its server, and the actor of the controller."""
+"""The Ray Serve application of a group of servers: replicas, each with an agent and its server."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import json
 import logging
 import os
-import uuid
 from collections.abc import Awaitable, Mapping
 from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import ray
 from ray import serve
-from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve import Application
+from ray.serve.api import RunTarget
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+from ray.serve.schema import ServeDeploySchema
 from ray.util import get_node_ip_address
 
 from halfserve.serve.fleet.agent.agent import Agent
 from halfserve.serve.fleet.agent.server_process import AgentError, AgentOptions
 from halfserve.serve.fleet.control.autoscaling import MemberLoad, ScalingOptions, wanted_members
-from halfserve.serve.fleet.control.controller import Controller, ControllerOptions
-from halfserve.serve.fleet.control.reports import LEASE_S, REPORT_S, Orders, Report
+from halfserve.serve.fleet.control.wanted import Wanted
 from halfserve.serve.fleet.launch.cluster_arguments import ClusterArguments
+from halfserve.serve.fleet.launch.ray_controller import RayLink
+from halfserve.serve.fleet.launch.ray_deployment import DEPLOYMENT, applications, deployed, serve_client, user_config, wanted_of
 
 logger = logging.getLogger(__name__)
 
 ANY_ADDRESS = ("", "0.0.0.0", "::")  # noqa: S104  (compared with, never listened on)
-DEPLOYMENT = "Server"  # its name in Ray Serve
 OF_SCALING = ("replicas", "latency_target_ms", "scale_down_seconds")  # arguments of autoscaling
 PUSH_S = 0.5  # interval of a replica's load reports to Ray Serve, whose default is 10 s
+NO_ORDERS: Wanted = MappingProxyType({})
 SHUTDOWN_S = 60.0  # time for a server to drain before Ray Serve kills the replica
-NAMESPACE = "halfserve"
-CALLS = 4096  # concurrent calls: one long poll per member, and calls from users
-ALONE_S = 600.0  # time without members before the controller ends; a member may take long to start
-LOOK_S = 5.0
-STARTS_S = 30.0  # time limit for the start of an actor
-
-
-class ControllerActor:
-    """Ray actor around a `Controller`; after a crash Ray starts a new one, which recovers its state from the agents."""
-
-    def __init__(self, cluster: str, options: ControllerOptions) -> None:
-        self._cluster = cluster
-        self._options = options
-        self._controller = Controller(options)
-        self._leaving: asyncio.Task[None] | None = None
-
-    async def _leave_when_alone(self) -> None:
-        """End the actor for good once the cluster has no members, because Ray does not end a detached actor by itself."""
-        alone_s = 0.0
-        while alone_s < ALONE_S:
-            await asyncio.sleep(LOOK_S)
-            alone_s = 0.0 if self._controller.status()["members"] else alone_s + LOOK_S
-        ray.kill(ray.get_runtime_context().current_actor)
-
-    async def join(self, options: ControllerOptions) -> str:
-        """Return the cluster's id, which differs from that of an earlier cluster of the same name.
-
-        If the options differ, as those of replicas that replace others may, a new controller takes over. It recovers its state
-        from the agents, as after a crash.
-        """
-        self._leaving = self._leaving or asyncio.get_running_loop().create_task(self._leave_when_alone())
-        if options != self._options:
-            self._options, self._controller = options, Controller(options)
-        return self._cluster
-
-    async def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the controller."""
-        answer = getattr(self._controller, method)(*arguments)
-        return await answer if isinstance(answer, Awaitable) else answer
-
-
-def find_controller(application: str) -> ActorHandle | None:
-    """Find the controller of a Ray Serve application; None if there is none."""
-    try:
-        return ray.get_actor(application, NAMESPACE)
-    except ValueError:
-        return None
-
-
-def start_controller(application: str, options: ControllerOptions, cluster: str = "") -> ActorHandle:
-    """Find the controller of a Ray Serve application, or start it.
-
-    Args:
-        application: name of the application.
-        options: options of a new controller.
-        cluster: id of the cluster if it had a controller before; empty for a new cluster.
-    """
-    remote: Any = ray.remote  # its overloads know no such options
-    actor = remote(num_cpus=0, max_restarts=-1, max_concurrency=CALLS)(ControllerActor)
-    # Detached, so that it outlives the replica that started it.
-    named = actor.options(name=application, namespace=NAMESPACE, lifetime="detached", get_if_exists=True)
-    return named.remote(cluster or uuid.uuid4().hex, options)
-
-
-class RayLink:
-    """An agent's connection to the controller: a `ControllerLink`.
-
-    Attributes:
-        cluster: id of the cluster; "" before `connect`.
-    """
-
-    def __init__(self, application: str, options: ControllerOptions) -> None:
-        self._application = application
-        self._options = options
-        self._handle: Any = None  # the controller's ActorHandle
-        self.cluster = ""
-
-    async def connect(self) -> None:
-        """Find the controller, or start it.
-
-        Raises:
-            ConnectionError: no controller can be found or started now.
-        """
-        await self._ask(STARTS_S, "status")
-
-    async def exchange(self, report: Report) -> Orders:
-        orders: Orders = await self._ask(REPORT_S + LEASE_S, "exchange", report)
-        return orders
-
-    async def call(self, path: str, request: bytes) -> bytes:
-        answer: bytes = await self._ask(None, "call", path, request)
-        return answer
-
-    async def _ask(self, limit_s: float | None, method: str, *arguments: Any) -> Any:
-        try:
-            async with asyncio.timeout(limit_s):
-                if self._handle is None:
-                    # On a thread, because this asks Ray's head, which may be unreachable.
-                    handle: Any = await asyncio.to_thread(start_controller, self._application, self._options, self.cluster)
-                    self.cluster = await handle.join.remote(self._options)
-                    self._handle = handle
-                return await self._handle.ask.remote(method, *arguments)
-        except RayTaskError as error:  # the controller answered with an error
-            raise error.cause from None
-        except RayActorError as error:
-            self._handle = None
-            raise ConnectionError(f"the controller is gone: {type(error).__name__}") from error
-        except (RayError, TimeoutError, ValueError) as error:  # ValueError: an actor of that name is just ending
-            raise ConnectionError(f"the controller is out of reach: {type(error).__name__}") from error
 
 
 class ScalingHook:
@@ -169,13 +60,13 @@ class Replica:
     """Ray Serve replica that holds one agent and its server."""
 
     async def __init__(self, arguments: ClusterArguments) -> None:  # type: ignore[misc]  # Ray Serve awaits it
+        """Start the server; Ray Serve calls `reconfigure` next, which gives it its models."""
         context = ray.get_runtime_context()
-        address = get_node_ip_address()
-        link = RayLink(serve.get_replica_context().app_name, ControllerOptions(models_per_member=arguments.models_per_member))
-        await link.connect()
+        address, application = get_node_ip_address(), serve.get_replica_context().app_name
         options = AgentOptions(
             path=arguments.path,
-            cluster=link.cluster,
+            group=application,
+            patterns=arguments.patterns,
             arguments=server_options(arguments),
             host=arguments.host or address,
             advertised_host=address if arguments.host in ANY_ADDRESS else arguments.host,
@@ -184,15 +75,25 @@ class Replica:
         )
         # Started on this event loop's thread, which lives as long as the process: the kernel ends the server together with the
         # thread that started it.
-        self._agent = Agent(options, link)
+        self._agent = Agent(options, RayLink(arguments.cluster or application, change_wanted))
+        self._serves = False
+        await self._or_stop(self._agent.start())
+
+    async def reconfigure(self, config: Mapping[str, Any]) -> None:
+        """Serve what `user_config` says. Later calls raise nothing, as Ray Serve would end the replica."""
+        if self._serves:
+            self._agent.follow(wanted_of(config))
+        else:
+            await self._or_stop(self._agent.serve(wanted_of(config)))
+            self._serves = True
+
+    async def _or_stop(self, work: Awaitable[None]) -> None:
+        """Wait for a step of the start; if it fails, end the server."""
         try:
-            await self._agent.start()
+            await work
         except BaseException:
             await self._agent.stop()
             raise
-
-    def reconfigure(self, deployed: Mapping[str, Any]) -> None:
-        """Accept `user_config`, which only records the deployed arguments for `halfserve cluster` to read."""
 
     async def check_health(self) -> None:
         """End this replica if its server has ended: Ray Serve would replace it only after the third failed check."""
@@ -222,22 +123,15 @@ def server_options(arguments: ClusterArguments) -> tuple[str, ...]:
     return (*own, *arguments.server)
 
 
-def build(given: Mapping[str, Any]) -> Application:
-    """Build the application from its arguments, the fields of `ClusterArguments`.
-
-    Raises:
-        ClusterArgumentError: a name is unknown, or a value is invalid.
-    """
-    arguments = ClusterArguments.read(given)
+def build(arguments: ClusterArguments, wanted: Wanted) -> Application:
+    """Build the application; servers that run already take over another wanted state without a restart."""
     fewest, most = arguments.bounds
-    deployed = arguments.as_given()
     # Serve replaces all replicas when the version changes, so the version must not depend on the number of replicas.
-    version = hashlib.sha256(
-        json.dumps([one for one in sorted(deployed.items()) if one[0] not in OF_SCALING]).encode()
-    ).hexdigest()
+    lasting = [one for one in sorted(arguments.as_given().items()) if one[0] not in OF_SCALING]
+    version = hashlib.sha256(json.dumps(lasting).encode()).hexdigest()
     deployment = serve.deployment(
         name=DEPLOYMENT,
-        user_config=deployed,
+        user_config=user_config(arguments, wanted),
         ray_actor_options={"num_cpus": arguments.cpus, "num_gpus": arguments.gpus},
         autoscaling_config=AutoscalingConfig(
             min_replicas=fewest,
@@ -260,3 +154,35 @@ def build(given: Mapping[str, Any]) -> Application:
     )
     application: Application = deployment(Replica).options(_internal=True, version=version).bind(arguments)
     return application
+
+
+def submit(name: str, arguments: ClusterArguments, orders: Wanted = NO_ORDERS) -> None:
+    """Deploy a group's application, or change it, without waiting for its servers; `orders` are added to its wanted state."""
+    before = deployed(name)
+    wanted = orders if before is None else {**before.wanted, **orders}
+    target = RunTarget(target=build(arguments, wanted), name=name, route_prefix=None)
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
+def change_wanted(name: str, orders: Wanted) -> None:
+    """Add orders to the wanted state of a group's application, in place of those for the same targets.
+
+    Raises:
+        LookupError: there is no application of this name.
+    """
+    now = deployed(name)
+    if now is None:
+        raise LookupError(f"Ray Serve has no application {name!r}")
+    if now.is_declared:
+        _declare(name, user_config(now.arguments, {**now.wanted, **orders}))
+    else:
+        submit(name, now.arguments, orders)
+
+
+def _declare(name: str, config: Mapping[str, Any]) -> None:
+    """Change the `user_config` of an application that a config file deployed; it counts as deployed by that file then too."""
+    declared = {one: found["deployed_app_config"] for one, found in applications().items() if found["deployed_app_config"]}
+    options = {one["name"]: one for one in declared[name].get("deployments") or ()}
+    options[DEPLOYMENT] = {**options.get(DEPLOYMENT, {"name": DEPLOYMENT}), "user_config": config}
+    declared[name] = {**declared[name], "deployments": list(options.values())}
+    serve_client().deploy_apps(ServeDeploySchema.model_validate({"applications": list(declared.values())}))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -21,13 +21,13 @@ from ray._private.services import get_ray_address_from_environment, resolve_ip_f
 from ray._private.state import jobs
 from ray._private.utils import write_ray_address
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.serve.api import RunTarget
-from ray.serve.context import _get_global_client
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from halfserve.serve.fleet.launch.cluster_arguments import ClusterArguments, ClusterError
-from halfserve.serve.fleet.launch.ray_application import DEPLOYMENT, NAMESPACE, OF_SCALING, SHUTDOWN_S, build, find_controller
-from halfserve.serve.fleet.launch.ray_failures import STARTING, check_machine, explained, last_line, reason
+from halfserve.serve.fleet.launch.ray_application import OF_SCALING, SHUTDOWN_S, submit
+from halfserve.serve.fleet.launch.ray_controller import NAMESPACE, find_controller
+from halfserve.serve.fleet.launch.ray_deployment import Deployed, applications, deployed
+from halfserve.serve.fleet.launch.ray_failures import STARTING, check_machine, explained, reason
 
 LOCAL = "local"  # value of RAY_ADDRESS that makes Ray start
 OTHER_PROGRAM = "another program listens there, or Ray no longer answers; expected the HOST:PORT that `ray start` prints"
@@ -36,29 +36,6 @@ CALL_S = 30.0
 LEAVE_S = 10.0  # time for other commands to notice that the cluster has stopped
 LOOK_S = 0.2
 ROOM_S = 30.0  # before this time, Ray Serve's message that replicas wait for room may be about earlier replicas
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deployed:
-    """State of a cluster's application in Ray Serve.
-
-    Attributes:
-        status: RUNNING, DEPLOYING, DEPLOY_FAILED, UNHEALTHY or DELETING.
-        message: reason of the status, in one line.
-        is_declared: whether a config file deployed it.
-        arguments: arguments that it was deployed with.
-        wanted: target number of replicas.
-        running: ids of the replicas whose server is ready.
-        lacks_room: whether some replicas wait for a machine with enough free resources.
-    """
-
-    status: str
-    message: str
-    is_declared: bool
-    arguments: ClusterArguments
-    wanted: int
-    running: frozenset[str]
-    lacks_room: bool
 
 
 def connect(*, start: bool = False, detach: bool = False) -> bool:
@@ -164,13 +141,19 @@ def address() -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
+def cluster_of(name: str) -> str:
+    """Name of the cluster that an application belongs to; the name itself if there is no such application."""
+    found = deployed(name)
+    return (found.arguments.cluster if found is not None else "") or name
+
+
 def controller(name: str) -> ActorHandle:
-    """The controller of a cluster.
+    """The controller of a cluster; `name` is that of the cluster, or of a group of its servers.
 
     Raises:
         ClusterError: there is no cluster of this name.
     """
-    found = find_controller(name)
+    found = find_controller(cluster_of(name))
     if found is None:
         raise ClusterError(f"Ray at {address()} has no cluster {name!r}; start one with `halfserve cluster run PATH`")
     return found
@@ -195,23 +178,6 @@ def ask(name: str, method: str, *arguments: Any, limit_s: float | None = CALL_S)
         time.sleep(LOOK_S)
 
 
-def deployed(name: str) -> Deployed | None:
-    """State of a cluster's application in Ray Serve; None if there is no application of this name."""
-    found = _applications().get(name, {"deployments": {}})
-    one = found["deployments"].get(DEPLOYMENT)
-    if one is None:
-        return None
-    return Deployed(
-        status=str(found["status"].value),
-        message=last_line(one["message"] or found["message"]),
-        is_declared=str(getattr(found["source"], "value", found["source"])) == "declarative",
-        arguments=ClusterArguments.read(one["deployment_config"]["user_config"]),
-        wanted=one["target_num_replicas"],
-        running=frozenset(each["replica_id"] for each in one["replicas"] if str(each["state"].value) == "RUNNING"),
-        lacks_room="to be scheduled" in one["message"],
-    )
-
-
 def deploy(name: str, arguments: ClusterArguments, *, wait_s: float, say: Callable[[str], None]) -> Deployed:
     """Deploy or change a cluster's application, and wait until it runs as requested.
 
@@ -228,7 +194,7 @@ def deploy(name: str, arguments: ClusterArguments, *, wait_s: float, say: Callab
     try:
         if before is not None and _ends_some(before, arguments):
             _start_one(name, arguments, before, wait_s, say)
-        _submit(name, arguments)
+        submit(name, arguments)
         return _wait(name, arguments, lambda _: False, wait_s, say)
     except BaseException:
         if before is None:
@@ -239,7 +205,7 @@ def deploy(name: str, arguments: ClusterArguments, *, wait_s: float, say: Callab
 def _ends_some(before: Deployed, arguments: ClusterArguments) -> bool:
     """Whether the change replaces the servers and also reduces their number."""
     as_before = replace(arguments, **{name: getattr(before.arguments, name) for name in OF_SCALING})
-    return arguments.bounds[1] < before.wanted and as_before != before.arguments
+    return arguments.bounds[1] < before.target and as_before != before.arguments
 
 
 def _start_one(name: str, arguments: ClusterArguments, before: Deployed, wait_s: float, say: Callable[[str], None]) -> None:
@@ -248,19 +214,14 @@ def _start_one(name: str, arguments: ClusterArguments, before: Deployed, wait_s:
     To reduce the number, Ray Serve ends surplus servers at once, even if no new one can run. This is accepted only where
     the machines have no room for a new server beside the old ones.
     """
-    as_many, began_s = replace(arguments, replicas=str(before.wanted)), time.monotonic()
+    as_many, began_s = replace(arguments, replicas=str(before.target)), time.monotonic()
 
     def suffices(now: Deployed) -> bool:
         lacks_room = now.lacks_room and time.monotonic() - began_s > ROOM_S
         return bool(now.running - before.running) or (lacks_room and not _lacking(arguments))
 
-    _submit(name, as_many)
+    submit(name, as_many)
     _wait(name, as_many, suffices, wait_s, say)
-
-
-def _submit(name: str, arguments: ClusterArguments) -> None:
-    target = RunTarget(target=build(arguments.as_given()), name=name, route_prefix=None)
-    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
 def _wait(
@@ -317,20 +278,21 @@ def _needs(arguments: ClusterArguments) -> str:
 
 
 def delete(name: str) -> None:
-    """Drain and end all servers of a cluster, and its controller. Ray Serve itself stays.
+    """Drain and end all servers of an application, and the controller with the last one of its cluster. Ray Serve itself stays.
 
     Raises:
         ClusterError: the servers have not ended in time.
     """
-    if name in _applications():
+    cluster = cluster_of(name)
+    if name in applications():
         serve.delete(name, _blocking=False)
         until_s = time.monotonic() + 2 * SHUTDOWN_S
-        while name in _applications():
+        while name in applications():
             if time.monotonic() > until_s:
                 raise ClusterError(f"servers of {name!r} have not ended yet; `halfserve cluster status` shows them")
             time.sleep(LOOK_S)
-    found = find_controller(name)
-    if found is not None:
+    found = find_controller(cluster)
+    if found is not None and not any(cluster_of(one) == cluster for one in applications()):
         ray.kill(found)
 
 
@@ -344,12 +306,3 @@ def await_other_commands() -> None:
         if all(job["IsDead"] or job["DriverPid"] == os.getpid() for job in jobs()):
             return
         time.sleep(LOOK_S)
-
-
-def _applications() -> dict[str, Any]:
-    """Ray Serve's details of its applications, by name; empty if Ray Serve does not run."""
-    try:
-        client: Any = _get_global_client(raise_if_no_controller_running=False)
-        return dict(client.get_serve_details()["applications"]) if client else {}
-    except RayActorError:  # it has just ended
-        return {}

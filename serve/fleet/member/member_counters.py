@@ -1,4 +1,4 @@
-"""Counters of members: sent to the other members, left behind for them at a member's end, and added up.
+"""Counters of members: sent to the other members, and added up.
 
 In each sum the first counters are those of the member that received the request.
 """
@@ -8,19 +8,14 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.observability.exposition import collect
-from halfserve.serve.protocol.rpcs import model_statistics
 
-COUNTERS = {"counter", "histogram"}
 # Gauges are summed, except for these and for quantiles, of which the slowest member's are reported.
 OF_THE_MACHINE = ("nv_cpu_", "nv_gpu_", "nv_energy_")  # prefixes of gauges that every member reports alike
 SMALLEST = {"halfserve_ready", "process_start_time_seconds"}
@@ -31,17 +26,6 @@ LARGEST = {
     "halfserve_model_info",
     "halfserve_model_state",
     "process_max_fds",
-}
-# Triton's counters that can be computed from the statistics.
-OF_STATISTICS: Mapping[str, Callable[[pb.ModelStatistics], int]] = {
-    "nv_inference_request_success": lambda one: one.inference_stats.success.count,
-    "nv_inference_count": lambda one: one.inference_count,
-    "nv_inference_exec_count": lambda one: one.execution_count,
-    "nv_inference_request_duration_us": lambda one: one.inference_stats.success.ns // 1000,
-    "nv_inference_queue_duration_us": lambda one: one.inference_stats.queue.ns // 1000,
-    "nv_inference_compute_input_duration_us": lambda one: one.inference_stats.compute_input.ns // 1000,
-    "nv_inference_compute_infer_duration_us": lambda one: one.inference_stats.compute_infer.ns // 1000,
-    "nv_inference_compute_output_duration_us": lambda one: one.inference_stats.compute_output.ns // 1000,
 }
 
 
@@ -57,31 +41,10 @@ class MemberCounters:
     statistics: pb.ModelStatisticsResponse = field(default_factory=pb.ModelStatisticsResponse)
     metrics: list[Metric] = field(default_factory=list)
 
-    @classmethod
-    async def of(cls, core: InferenceCore) -> MemberCounters:
-        """Read the current counters of a server."""
-        metrics: dict[str, Metric] = {}
-        async for metric in collect(core):
-            known = metrics.setdefault(metric.name, metric)
-            if known is not metric:
-                known.samples += metric.samples
-        statistics = pb.ModelStatisticsResponse(model_stats=[model_statistics(model) for model in core.models()])
-        return cls(statistics=statistics, metrics=list(metrics.values()))
-
     def add(self, other: MemberCounters) -> None:
         """Add the counters of another member, for all of its models."""
         add_statistics(self.statistics, [other.statistics], everything=True)
         self.metrics = merge_metrics(self.metrics, [other.metrics], everything=True)
-
-    def write(self, file: Path) -> None:
-        """Write the counters to a file, replacing earlier ones.
-
-        Raises:
-            OSError: the disk is full, or the folder is gone.
-        """
-        hidden = file.with_name(f".{file.name}.new")
-        hidden.write_bytes(self.to_bytes())
-        hidden.rename(file)
 
     def to_bytes(self) -> bytes:
         metrics = [
@@ -156,21 +119,6 @@ def merge_metrics(own: Sequence[Metric], others: Iterable[Sequence[Metric]], *, 
             else:
                 metrics[metric.name] = _merged(metrics[metric.name], samples)
     return list(metrics.values())
-
-
-def counters_of(metrics: Iterable[Metric]) -> list[Metric]:
-    """The metrics of a member that remain valid after its end: its counters, except those about the process."""
-    return [metric for metric in metrics if metric.type in COUNTERS and not metric.name.startswith("process_")]
-
-
-def with_statistics(metrics: Sequence[Metric], statistics: pb.ModelStatisticsResponse) -> list[Metric]:
-    """Metrics in which the counters known to the statistics are replaced by their newer values."""
-    texts = {metric.name: metric.documentation for metric in metrics}
-    made = {name: Metric(name, texts.get(name, ""), "counter") for name in OF_STATISTICS}
-    for name, metric in made.items():
-        for one in statistics.model_stats:
-            metric.add_sample(name, {"model": one.name, "version": one.version}, OF_STATISTICS[name](one))
-    return [*(metric for metric in metrics if metric.name not in made), *made.values()]
 
 
 def model_of(labels: Mapping[str, str]) -> tuple[str | None, str | None]:

@@ -10,17 +10,23 @@ import fcntl
 import os
 import re
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf import empty_pb2, wrappers_pb2
 from google.protobuf.message import Message
+from prometheus_client.metrics_core import Metric
 
+from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError, NotFoundError, UnavailableError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.fleet.member.fleet_commands import READ_COUNTERS
 from halfserve.serve.fleet.member.member_counters import MemberCounters
+from halfserve.serve.observability.exposition import collect
 from halfserve.serve.protocol.rpc import Rpc, RpcCall
+from halfserve.serve.protocol.rpcs import model_statistics
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.protocol.status import RETRY_HINT, error_of
 from halfserve.serve.security.memory_budget import MemoryBudget
@@ -29,7 +35,6 @@ from halfserve.serve.transports.listening import Address, listen
 from halfserve.serve.transports.transport import Transport, TransportName, make_transport
 
 SUFFIX = ".sock"
-READ_COUNTERS = "/halfserve.Member/Figures"
 CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 CALLERS_BYTES = 2**32  # memory limit for messages of members, which have passed these members' limits, and of the agent
 CLOSE_S = 0.5
@@ -40,10 +45,7 @@ M = TypeVar("M", bound=Message)
 
 
 class MemberSocket:
-    """Socket of one member in a folder, which stays locked while the member lives.
-
-    The lock shows agents that this server is alive, and systemd-tmpfiles that the folder is in use.
-    """
+    """Socket of one member in a folder, which stays locked while the member lives: systemd-tmpfiles leaves it alone then."""
 
     def __init__(self, folder: Path, name: str) -> None:
         """Lock the folder; the socket will be named after the member."""
@@ -52,15 +54,15 @@ class MemberSocket:
         fcntl.flock(self._held, fcntl.LOCK_SH)
         self._transport: Transport | None = None
 
-    async def listen(self, own: Service, counters: Callable[[], Awaitable[MemberCounters]]) -> None:
-        """Serve a service at the socket from now on, and the counters that `counters` reads.
+    async def listen(self, own: Service) -> None:
+        """Serve a service at the socket from now on, and the counters of its server.
 
         Raises:
             BindError: the folder is not writable.
         """
 
         async def read(_: Message, _call: RpcCall) -> Message:
-            return wrappers_pb2.BytesValue(value=(await counters()).to_bytes())
+            return wrappers_pb2.BytesValue(value=(await read_counters(own.core)).to_bytes())
 
         own.rpcs[READ_COUNTERS] = Rpc(READ_COUNTERS, empty_pb2.Empty, read)
         # Bound under another name first: until it listens, it would look abandoned.
@@ -77,6 +79,17 @@ class MemberSocket:
         if self._transport is not None:
             await self._transport.stop(CLOSE_S)
         os.close(self._held)
+
+
+async def read_counters(core: InferenceCore) -> MemberCounters:
+    """Read the current counters of a server."""
+    metrics: dict[str, Metric] = {}
+    async for metric in collect(core):
+        known = metrics.setdefault(metric.name, metric)
+        if known is not metric:
+            known.samples += metric.samples
+    statistics = pb.ModelStatisticsResponse(model_stats=[model_statistics(model) for model in core.models()])
+    return MemberCounters(statistics=statistics, metrics=list(metrics.values()))
 
 
 class UnreachableError(UnavailableError):

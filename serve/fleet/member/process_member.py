@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 
 from google.protobuf.message import Message
@@ -14,11 +13,10 @@ from google.protobuf.message import Message
 from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.resource_limits import available_bytes
+from halfserve.serve.fleet.member.fleet_commands import COMMANDS, MODELS_TURN, SETTINGS_TURN
 from halfserve.serve.fleet.member.handover import GONE, ConnectionCounts
-from halfserve.serve.fleet.member.member_counters import MemberCounters
 from halfserve.serve.fleet.member.member_socket import MemberSocket, Siblings
 from halfserve.serve.fleet.member.process_service import Journal, JournalEntry, ProcessService
-from halfserve.serve.fleet.member.shared_rpcs import COMMANDS, MODELS_TURN, SETTINGS_TURN
 from halfserve.serve.fleet.member.supervisor_link import Membership, SupervisorLink
 from halfserve.serve.protocol.rpc import RpcCall
 from halfserve.serve.protocol.service import Service
@@ -65,7 +63,7 @@ class ProcessMember(Membership):
         async with journal.turn(MODELS_TURN), journal.turn(SETTINGS_TURN):
             await self._repeat(own, journal, done)
             await self._complete(own, journal)
-            await self._socket.listen(own, partial(MemberCounters.of, self._core))
+            await self._socket.listen(own)
         service.spread(self._service.layer)
 
     async def all_here(self) -> None:

@@ -24,18 +24,19 @@ from grpc_health.v1 import health_pb2
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import InferenceError, RegionInUseError
-from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, merge_metrics
-from halfserve.serve.fleet.member.member_socket import READ_COUNTERS, Siblings, process, raise_first
-from halfserve.serve.fleet.member.shared_rpcs import (
+from halfserve.serve.fleet.member.fleet_commands import (
     COMMANDS,
     INDEX,
     MODEL,
+    READ_COUNTERS,
     READY,
     STATISTICS,
     Command,
     finished,
     merge_index,
 )
+from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, merge_metrics
+from halfserve.serve.fleet.member.member_socket import Siblings, process, raise_first, read_counters
 from halfserve.serve.observability.metrics import CONTENT_TYPE, MetricTexts
 from halfserve.serve.protocol.rpc import Method, Rpc, RpcCall
 from halfserve.serve.protocol.rpcs import Health, model_ready
@@ -234,7 +235,7 @@ class ProcessService:
         return HealthResponse(status=HealthResponse.SERVING if everywhere.ready else HealthResponse.NOT_SERVING)  # type: ignore[no-any-return]  # as above
 
     async def _metrics(self, _local: Method, _: Message, call: RpcCall) -> tuple[bytes, str]:
-        own = await MemberCounters.of(call.server.core)
+        own = await read_counters(call.server.core)
         others = await self._siblings.query(READ_COUNTERS, empty_pb2.Empty(), wrappers_pb2.BytesValue)
         texts = MetricTexts()
         texts.add(merge_metrics(own.metrics, (MemberCounters.from_bytes(one.value).metrics for one in others.values())))

@@ -40,7 +40,6 @@ TELLERS = {
     # When Ray was called, beside the times of its log files: a clock that jumps makes a message name another cause.
     "serve/fleet/launch/ray_cluster.py",
     "serve/fleet/launch/ray_failures.py",
-    "serve/fleet/member/counter_file.py",
     "serve/http/page.py",
     "serve/observability/access_log.py",
     "serve/observability/tracing.py",

@@ -19,8 +19,9 @@ from halfserve.protos.cluster_pb2 import Directory, WatchRequest
 from halfserve.serve.client.channel_settings import ChannelSettings, parse_address
 from halfserve.serve.fleet.agent.agent import Agent
 from halfserve.serve.fleet.agent.server_process import AgentError, AgentOptions
-from halfserve.serve.fleet.control.controller import Controller, ControllerOptions
+from halfserve.serve.fleet.control.controller import Controller
 from halfserve.serve.fleet.control.reports import Orders, Report
+from halfserve.serve.fleet.control.wanted import Order, Wanted
 from tests.serve.fleet.fleet import WAIT_S, Fleet
 
 T = TypeVar("T")
@@ -48,8 +49,24 @@ class Link:
         return self.controller
 
 
-def agent_options(folder: Path, repository: Path, *arguments: str, name: str = "test") -> AgentOptions:
-    return AgentOptions(path=str(repository), cluster=name, arguments=(*OPTIONS, *arguments), first_port=0, folder=folder)
+class LocalStore:
+    """The wanted state of one group, which its agents follow."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[str, Order] = {}
+        self.agents: list[Agent] = []
+
+    async def read(self, group: str) -> Wanted:
+        return self.wanted
+
+    async def change(self, group: str, orders: Wanted) -> None:
+        self.wanted = {**self.wanted, **orders}
+        for agent in self.agents:
+            agent.follow(self.wanted)
+
+
+def agent_options(folder: Path, repository: Path, *arguments: str) -> AgentOptions:
+    return AgentOptions(path=str(repository), arguments=(*OPTIONS, *arguments), first_port=0, folder=folder)
 
 
 class LocalCluster(Fleet):
@@ -59,13 +76,13 @@ class LocalCluster(Fleet):
         agents: those that have been started, and not stopped.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, folder: Path, repository: Path, options: ControllerOptions) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, folder: Path, repository: Path) -> None:
         self._loop = loop
         self._folder = folder
         self._repository = repository
-        self._options = options
+        self._store = LocalStore()
         self._clients: dict[tuple[str, RetryPolicy], Client] = {}
-        self.agents: list[Agent] = []
+        self.agents = self._store.agents
         self.link: Link
 
     @property
@@ -90,16 +107,17 @@ class LocalCluster(Fleet):
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
 
-    def start(self, count: int = 1, *arguments: str, name: str = "test") -> list[Agent]:
-        """Start agents together, which serve what they shall; `name` is the cluster's."""
+    def start(self, count: int = 1, *arguments: str) -> list[Agent]:
+        """Start agents together, which serve what they shall."""
 
         async def start() -> list[Agent]:
             if not self.agents:
-                self.link = Link(Controller(self._options))
-            options = agent_options(self._folder, self._repository, *arguments, name=name)
+                self.link = Link(Controller(self._store))
+            options = agent_options(self._folder, self._repository, *arguments)
             started = [Agent(options, self.link) for _ in range(count)]
             self.agents += started
             await asyncio.gather(*(agent.start() for agent in started))
+            await asyncio.gather(*(agent.serve(self._store.wanted) for agent in started))
             return started
 
         return self.run(start())
@@ -109,7 +127,8 @@ class LocalCluster(Fleet):
             await asyncio.gather(*(agent.stop() for agent in agents))
 
         self.run(stop())
-        self.agents = [agent for agent in self.agents if agent not in agents]
+        for agent in agents:
+            self.agents.remove(agent)
 
     def drain(self, agent: Agent) -> None:
         """Have the controller order that a member leaves."""
@@ -124,7 +143,7 @@ class LocalCluster(Fleet):
         """Another controller, which knows nothing, takes the place of one that may be gone."""
 
         async def replace() -> None:
-            self.link.controller = Controller(self._options)
+            self.link.controller = Controller(self._store)
 
         self.run(replace())
 
@@ -168,12 +187,12 @@ class Watch:
 
 
 @contextmanager
-def local_cluster(folder: Path, repository: Path, options: ControllerOptions | None = None) -> Iterator[LocalCluster]:
+def local_cluster(folder: Path, repository: Path) -> Iterator[LocalCluster]:
     """A cluster without members; they are stopped at the end."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="agents")
     thread.start()
-    cluster = LocalCluster(loop, folder, repository, options or ControllerOptions())
+    cluster = LocalCluster(loop, folder, repository)
     try:
         yield cluster
     finally:

@@ -73,7 +73,7 @@ def test_sums_are_over_the_living_and_a_new_server_knows_what_a_killed_one_knew(
 
     fleet.clients[0].log_settings(access_log_every=9)
     fleet.lose_one(ask)
-    assert fleet.agree(rows) <= before + len(asked)
+    assert fleet.agree(rows) < before + len(asked)
     assert fleet.metric("halfserve_processes") == 2
     assert fleet.agree(states) == {"mlp": "READY", "picky": "READY"}
     assert fleet.agree(lambda client: client.log_settings()["access_log_every"]) == 9

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ import numpy as np
 
 from benchmarks.harness.models import STEPS, save_models
 from halfserve import Client, ClientError, RetryPolicy
-from halfserve.serve.client.errors import Repeat
 from tests.serve.faults.soaking.clients import TIMEOUT_S, Work, ask_affine, ask_flip
 from tests.serve.faults.soaking.tally import Tally
 from tests.serve.ray_cluster.machines import (
@@ -35,23 +33,9 @@ from tests.serve.ray_cluster.network import Host, Network, missing
 MEMBERS = 2
 COUNTED = 30_000  # steps of the counting model, which take about 30 ms
 ANSWERS = 200  # answers that clients receive between two faults
-WORKS: dict[str, Work] = {"affine": ask_affine, "flip": ask_flip}  # request makers by model; clients use them in turn
+WORKS: tuple[Work, ...] = (ask_affine, ask_flip)  # clients use them in turn
 RETRIES = RetryPolicy(retries=8, wait_for_server=True)
 OPTIONS = ("--warm-up-seconds", "0", "--lame-duck-seconds", "1")
-UNREPORTED_S = 10.0  # age after which a member's counts are in a report, as there is one each half second of an idle machine
-
-
-@dataclass(frozen=True, kw_only=True)
-class CountedRetries(RetryPolicy):
-    """Records the model of each request that a server may have answered, but whose answer did not arrive."""
-
-    model: str
-    not_come: list[str]
-
-    def spends(self, error: ClientError) -> int:
-        if error.repeat is not Repeat.SAFE:  # a safe request was not computed
-            self.not_come.append(self.model)
-        return super().spends(error)
 
 
 @dataclass
@@ -69,21 +53,17 @@ class Cluster:
         machines: machines, of which the first is Ray's head and has no room for a member.
         repository: repository of the models in `benchmarks.harness.models`.
         tally: results of the requests, by model.
-        not_come: models of requests that a server may have answered, but whose answer did not arrive.
         known: addresses of members, the most recently seen first.
         isolated: machine that may have an old directory and is not asked.
         upgrades: number of times that all members were replaced.
-        unreported: right answers by model in the UNREPORTED_S before a machine was lost with its member's counts.
     """
 
     machines: Machines
     repository: Path
     tally: Tally = field(default_factory=Tally)
-    not_come: list[str] = field(default_factory=list)
     known: list[str] = field(default_factory=list)
     isolated: Host | None = None
     upgrades: int = 0
-    unreported: Counter[str] = field(default_factory=Counter)
 
     def serving(self) -> dict[str, str]:
         """Addresses of the members that serve, by id."""
@@ -146,9 +126,8 @@ def cluster_under_load(folder: Path, clients: int = 4) -> Iterator[Cluster]:
 
 def _ask(address: str, seed: int, stop: threading.Event, cluster: Cluster) -> None:
     random, tally = np.random.default_rng(seed), cluster.tally
-    model, work = list(WORKS.items())[seed % len(WORKS)]
-    retries = CountedRetries(retries=RETRIES.retries, wait_for_server=True, model=model, not_come=cluster.not_come)
-    with Client(address, timeout_s=TIMEOUT_S, retries=retries) as client:
+    work = WORKS[seed % len(WORKS)]
+    with Client(address, timeout_s=TIMEOUT_S, retries=RETRIES) as client:
         while not stop.is_set():
             try:
                 work(client, random, tally)
@@ -172,11 +151,8 @@ def kill_replica(cluster: Cluster) -> float:
 
 def kill_machine(cluster: Cluster) -> float:
     """Kill all processes of a machine at once, for good; then another machine joins."""
-    before = cluster.tally.answered()
-    time.sleep(UNREPORTED_S)
     with cluster.restored() as restored:
         kill_all(cluster.machines.place(SERVER)[1])
-        cluster.unreported += cluster.tally.answered() - before
     cluster.machines.start(1)
     return restored.seconds
 
@@ -289,48 +265,6 @@ def left_out(cluster: Cluster) -> dict[str, str]:
     if not cluster.machines.redis:
         found["head restarted"] = "the program redis-server is not installed"
     return found
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Counts of one model's answers by the clients and by the cluster.
-
-    Attributes:
-        clients: right answers received.
-        cluster: successes in ModelStatistics.
-        not_come: answers that may have been sent but did not arrive; the cluster may count each of them in addition.
-        lost: answers just before machines were lost; the cluster may lack each of them.
-    """
-
-    clients: int
-    cluster: int
-    not_come: int
-    lost: int
-
-    @property
-    def difference(self) -> int:
-        """Excess of the cluster's count."""
-        return self.cluster - self.clients
-
-    @property
-    def is_explained(self) -> bool:
-        """Whether the counts agree within the uncertainty."""
-        return -self.lost <= self.difference <= self.not_come
-
-
-def sums(cluster: Cluster) -> dict[str, Sums]:
-    """Compare the counts by model while no client sends requests.
-
-    First a member is started on each machine: it finds the counts of servers that were killed there with their replicas.
-    """
-    cluster.machines.done("scale", str(MEMBERS + 1))
-    until(lambda: len(cluster.serving()) == MEMBERS + 1, "a member on each machine")
-    answered, not_come = cluster.tally.answered(), Counter(cluster.not_come)
-    with Client(cluster.known[0], timeout_s=TIMEOUT_S, retries=RETRIES) as client:
-        successes = {model: sum(one.inference_stats.success.count for one in client.statistics(model)) for model in answered}
-    return {
-        model: Sums(count, successes[model], not_come[model], cluster.unreported[model]) for model, count in answered.items()
-    }
 
 
 def scale_up(cluster: Cluster, clients: int = 8) -> tuple[float, float]:

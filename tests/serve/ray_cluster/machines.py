@@ -190,8 +190,8 @@ class Machines:
             raise SystemExit(done.stderr)
         return done.stdout
 
-    def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = json.loads(self.done("status", "--json"))
+    def status(self, name: str = "halfserve") -> dict[str, Any]:
+        status: dict[str, Any] = json.loads(self.done("status", "--json", "--name", name))
         return status
 
     def _enter(self, mark: str) -> list[str]:

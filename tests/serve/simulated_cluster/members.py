@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from google.protobuf import wrappers_pb2
 
 from halfserve.protos import cluster_pb2
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.fleet.control.reports import ControllerLink, ModelOrder, ModelReport, Orders, Report, SettingsChanges
-from halfserve.serve.fleet.member.member_counters import MemberCounters, with_statistics
+from halfserve.serve.engine.errors import InferenceError, NotFoundError
+from halfserve.serve.fleet.control.reports import CallAnswer, ControllerLink, ModelReport, Orders, Report
+from halfserve.serve.fleet.control.wanted import Order, Wanted, model_of_target, model_target
+from halfserve.serve.fleet.member.fleet_commands import LOAD, READ_COUNTERS
+from halfserve.serve.fleet.member.member_counters import MemberCounters
+from halfserve.serve.protocol.status import status_name
 
 RETRY_S = 0.25
-
-
-@dataclass(kw_only=True)
-class Refusal:
-    """Reason why a simulated model does not load."""
-
-    status: str
-    text: str
 
 
 @dataclass(kw_only=True)
@@ -28,7 +26,6 @@ class Counts:
     """Counters of a simulated member for one model."""
 
     requests: int = 0
-    failures: int = 0
     refusals: int = 0
     queue_ns: int = 0
     compute_ns: int = 0
@@ -36,68 +33,107 @@ class Counts:
 
 @dataclass(kw_only=True)
 class SimulatedModel:
-    """A model at one member; `is_served` once it is loaded."""
+    """A model at one member."""
 
-    generation: int = 0
+    done: Order | None = None
     is_served: bool = False
-    refusal: Refusal | None = None
-    loading: asyncio.Task[None] | None = None
+    is_changing: bool = False
+    error: str = ""
     counts: Counts = field(default_factory=Counts)
+
+
+class SimulatedStore:
+    """Keeps the wanted state of each group in memory, and gives it to the members at once.
+
+    Attributes:
+        members: members of all groups.
+        groups: wanted states by group.
+        error: raised by each change; None for none.
+    """
+
+    def __init__(self) -> None:
+        self.members: list[SimulatedMember] = []
+        self.groups: dict[str, dict[str, Order]] = {}
+        self.error: InferenceError | None = None
+
+    async def read(self, group: str) -> Wanted:
+        return self.groups.get(group, {})
+
+    async def change(self, group: str, orders: Wanted) -> None:
+        if self.error is not None:
+            raise self.error
+        self.groups[group] = {**self.groups.get(group, {}), **orders}
+        for member in self.members:
+            if member.group == group:
+                member.follow(orders)
 
 
 class SimulatedMember:
     """Simulates one server with its agent.
 
     Attributes:
-        sizes: sizes of the repository's models in bytes, by name.
-        refused: models that it refuses to load from now on.
+        names: models of the repository.
+        refused: errors of the models that it refuses to load from now on, by name.
         models: models that it has, by name.
+        settings: orders for settings that it has carried out, by target.
         directory: the last directory received.
-        settings: the last log and trace settings received.
-        largest: largest total size of models served at a time, in bytes.
         moves: number of loads begun.
         mute: whether it does not report, as if its network were cut.
-        answered: number of the last request for counters that it answered.
-        answers_counters: whether it reports counters when asked.
+        answers_counters: whether it answers when it is asked for its counters.
+        answered: number of times that it did.
     """
 
     def __init__(
-        self, link: ControllerLink, member: str, sizes: Mapping[str, int], *, load_s: float = 1.0, memory_size: int = 0
+        self,
+        link: ControllerLink,
+        member: str,
+        names: Sequence[str],
+        store: SimulatedStore,
+        *,
+        load_s: float = 1.0,
+        group: str = "",
+        patterns: tuple[str, ...] = ("*",),
     ) -> None:
         self.link = link
         self.id = member
-        self.sizes = dict(sizes)
-        self.refused: dict[str, Refusal] = {}
+        self.group = group
+        self.names = names
+        self.refused: dict[str, InferenceError] = {}
         self.models: dict[str, SimulatedModel] = {}
+        self.settings: dict[str, Order] = {}
         self.directory = cluster_pb2.Directory()
-        self.settings = SettingsChanges(number=0, changes=())
-        self.largest = 0
         self.moves = 0
-        self.mute = False
+        self.mute = self.is_draining = False
         self.answers_counters = True
-        self.is_draining = False
-        self.memory: bytes | None = None
-        self.left: dict[str, bytes] = {}
-        self._load_s = load_s
-        self._memory_size = memory_size
-        self._controller = ""
-        self._is_new_controller = False
-        self._asked = 0
         self.answered = 0
+        self._patterns = patterns
+        self._store = store
+        self._load_s = load_s
+        self._controller = ""
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._taken: set[str] = set()
+        self._answers: dict[str, CallAnswer] = {}
         self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._store.members.append(self)
+        plain = {model_target(name): Order(id="start", path=LOAD, request=b"") for name in self.names}
+        self.follow(plain | self._store.groups.get(self.group, {}))
+        self._begin(self._run())
+
+    def follow(self, orders: Wanted) -> None:
+        """Carry out orders of the wanted state."""
+        for target, order in orders.items():
+            self._begin(self._follow(target, order))
 
     async def kill(self) -> None:
         """End without a last report."""
-        tasks = [one.loading for one in self.models.values() if one.loading is not None]
-        for task in [*tasks, self._task]:
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+        self._store.members.remove(self)
+        for task in tuple(self._tasks):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
     async def end(self) -> None:
         """End with a last report."""
@@ -115,17 +151,16 @@ class SimulatedMember:
         counts.compute_ns += round(compute_s * 1e9)
         counts.queue_ns += round(queue_s * 1e9)
 
-    def counters(self) -> bytes:
+    def _counters(self) -> bytes:
         statistics = pb.ModelStatisticsResponse()
         for name, model in sorted(self.models.items()):
-            counts, one = model.counts, statistics.model_stats.add(name=name, version="1")
-            one.inference_count = counts.requests
-            one.inference_stats.success.count = counts.requests
-            one.inference_stats.success.ns = counts.queue_ns + counts.compute_ns
-            one.inference_stats.queue.ns, one.inference_stats.queue.count = counts.queue_ns, counts.requests
-            one.inference_stats.compute_infer.ns = counts.compute_ns
-            one.inference_stats.compute_infer.count = counts.requests
-        return MemberCounters(statistics=statistics, metrics=with_statistics([], statistics)).to_bytes()
+            statistics.model_stats.add(name=name, version="1").inference_stats.success.count = model.counts.requests
+        return wrappers_pb2.BytesValue(value=MemberCounters(statistics=statistics).to_bytes()).SerializeToString()
+
+    def _begin(self, work: object) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]  # a coroutine without a result
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _run(self) -> None:
         while True:
@@ -135,7 +170,7 @@ class SimulatedMember:
             try:
                 await asyncio.wait({exchange, changed}, return_when=asyncio.FIRST_COMPLETED)
                 if exchange.done():
-                    self._carry_out(exchange.result())
+                    self._obey(exchange.result())
             except ConnectionError:
                 await asyncio.sleep(RETRY_S)
             finally:
@@ -147,75 +182,99 @@ class SimulatedMember:
         if self.mute:
             await asyncio.sleep(RETRY_S)
             raise ConnectionError("the network is cut")
-        return await self.link.exchange(self._report())
+        report = self._report()
+        orders = await self.link.exchange(report)
+        for given in report.answers:
+            self._answers.pop(given, None)
+        return orders
 
     def _report(self, *, has_ended: bool = False) -> Report:
-        with_counters = has_ended or (self._asked > self.answered and self.answers_counters)
-        if with_counters:
-            self.answered = self._asked
-        left, self.left = self.left, {}
         return Report(
             member=self.id,
+            group=self.group,
+            patterns=self._patterns,
             machine=f"machine-{self.id}",
             grpc_address=f"{self.id}:8001",
             is_draining=self.is_draining,
-            models={name: self._model_report(name) for name in self.sizes},
-            memory_size=self._memory_size,
-            counters=self.counters() if with_counters else None,
-            counters_number=self.answered,
+            models={name: self._model_report(name) for name in {*self.names, *self.models}},
+            taken=frozenset({*self._taken, *self._answers}),
+            answers=dict(self._answers),
             has_ended=has_ended,
-            left=left,
             directory_version=self.directory.version,
-            settings_number=self.settings.number,
             controller=self._controller,
-            memory=self.memory if self._is_new_controller else None,
         )
 
     def _model_report(self, name: str) -> ModelReport:
         model = self.models.get(name)
         if model is None:
-            return ModelReport(size=self.sizes[name])
-        counts = model.counts
+            return ModelReport()
         return ModelReport(
-            generation=model.generation,
+            is_wanted=model.done is not None and model.done.path == LOAD,
+            is_changing=model.is_changing,
             is_served=model.is_served,
-            error=model.refusal.text if model.refusal else "",
-            status=model.refusal.status if model.refusal else "",
+            error=model.error,
             versions=("1",) if model.is_served else (),
-            size=self.sizes[name],
-            requests=counts.requests,
-            rows=counts.requests,
-            failures=counts.failures,
-            refusals=counts.refusals,
-            queue_ns=counts.queue_ns,
-            compute_ns=counts.compute_ns,
+            requests=model.counts.requests,
+            refusals=model.counts.refusals,
+            queue_ns=model.counts.queue_ns,
+            compute_ns=model.counts.compute_ns,
         )
 
-    def _carry_out(self, orders: Orders) -> None:
-        self._is_new_controller = orders.controller != self._controller
+    def _obey(self, orders: Orders) -> None:
         self._controller = orders.controller
         if orders.directory is not None:
             self.directory.ParseFromString(orders.directory)
-        self.settings = orders.settings or self.settings
-        if orders.memory is not None:
-            self.memory = orders.memory
-        self._asked = max(self._asked, orders.counters_number)
         self.is_draining = self.is_draining or orders.drain
-        for name, order in orders.models.items():
-            model = self.models.setdefault(name, SimulatedModel())
-            if model.generation != order.generation and model.loading is None:
-                model.loading = asyncio.get_running_loop().create_task(self._load(name, model, order))
-        for name, model in self.models.items():
-            if name not in orders.models:
-                model.is_served, model.generation, model.refusal = False, 0, None
+        for target, order in orders.calls:
+            if order.path == READ_COUNTERS and not self.answers_counters:
+                continue
+            self._taken.add(order.id)
+            self._begin(self._answer(target, order))
 
-    async def _load(self, name: str, model: SimulatedModel, order: ModelOrder) -> None:
-        if not order.request:
-            raise RuntimeError(f"{self.id} cannot carry out an order without a request: {name} {order}")
-        self.moves += 1
-        await asyncio.sleep(self._load_s)
-        model.loading, model.generation, model.refusal = None, order.generation, self.refused.get(name)
-        model.is_served = model.is_served or model.refusal is None
-        self.sizes.setdefault(name, 0)
-        self.largest = max(self.largest, sum(self.sizes[one] for one in self.models if self.serves(one)))
+    async def _answer(self, target: str, order: Order) -> None:
+        answer = CallAnswer()
+        try:
+            if order.path == READ_COUNTERS:
+                self.answered += 1
+                answer = CallAnswer(content=self._counters())
+            else:
+                await self._carry_out(target, order)
+        except InferenceError as error:
+            answer = CallAnswer(status=status_name(error), error=str(error))
+        self._taken.discard(order.id)
+        self._answers[order.id] = answer
         self._changed.set()
+
+    async def _follow(self, target: str, order: Order) -> None:
+        name = model_of_target(target)
+        try:
+            await self._carry_out(target, order)
+        except InferenceError as error:
+            if name is not None:
+                self.models[name].error, self.models[name].done = str(error), order
+        self._changed.set()
+
+    async def _carry_out(self, target: str, order: Order) -> None:
+        async with self._locks.setdefault(target, asyncio.Lock()):
+            name = model_of_target(target)
+            if name is None:
+                self.settings[target] = order
+                return
+            model = self.models.get(name)
+            if name not in self.names and order.path == LOAD:
+                raise NotFoundError(f"the repository has no model {name!r}")
+            model = self.models.setdefault(name, SimulatedModel())
+            if model.done is not None and model.done.id == order.id:
+                if model.error:
+                    raise self.refused[name]
+                return
+            if order.path != LOAD:
+                model.is_served, model.done, model.error = False, order, ""
+                return
+            self.moves += 1
+            model.is_changing = True
+            await asyncio.sleep(self._load_s)
+            model.is_changing = False
+            if name in self.refused:
+                raise self.refused[name]
+            model.is_served, model.done, model.error = True, order, ""

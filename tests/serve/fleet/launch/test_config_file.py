@@ -18,7 +18,6 @@ from tests.serve.ray_cluster.faults import OPTIONS
 from tests.serve.ray_cluster.machines import WAIT_S, Machines, machines, serving, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
-MOST = 3  # of the five models at one member
 ENOUGH = 200  # answers
 
 
@@ -47,14 +46,14 @@ def keep_asking(address: str, seed: int, stop: threading.Event, tally: Tally) ->
 def test_a_member_of_a_config_file_drains_without_a_failed_request(tmp_path: Path) -> None:
     save_models(tmp_path / "models")
     with machines([3]) as found:
-        options = ("--replicas", "2", "--models-per-member", str(MOST), "--first-port", "0", "--print-serve-config")
+        options = ("--replicas", "2", "--models", "affine,flip", "--first-port", "0", "--print-serve-config")
         (tmp_path / "serve.yaml").write_text(found.done("run", str(tmp_path / "models"), *options, "--", *OPTIONS))
         environment = {**found.environment(found.nodes[0]), "RAY_ADDRESS": found.address}
         command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking", str(tmp_path / "serve.yaml")]
         subprocess.run(command, env=environment, capture_output=True, timeout=WAIT_S, check=True)
         until(lambda: not found.run("status").returncode and len(members(found)) == 2, "two members")
-        until(lambda: all(model["members"] for model in found.status()["models"]), "members for all models")
-        assert max(len(one["models"]) for one in found.status()["members"]) <= MOST
+        found.done("unload", "flip")
+        assert [one["models"] for one in found.status()["members"]] == [["affine"]] * 2
         refused = found.run("scale", "3")
         assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
         assert "was deployed by a config file; change that, and deploy it with `serve deploy`" in refused.stderr

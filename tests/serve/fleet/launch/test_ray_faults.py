@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.scale import SCALE, scaled
-from tests.serve.ray_cluster.faults import FAULTS, MEMBERS, OPTIONS, cluster_under_load, idle_cluster, left_out, scale_up, sums
+from tests.serve.ray_cluster.faults import FAULTS, MEMBERS, OPTIONS, cluster_under_load, idle_cluster, left_out, scale_up
 from tests.serve.ray_cluster.machines import until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800 * max(1.0, SCALE))]
@@ -17,14 +17,11 @@ LOGGER = logging.getLogger(__name__)
 
 
 def test_clients_notice_no_fault_and_no_rollout(tmp_path: Path) -> None:
-    with idle_cluster(tmp_path) as cluster:
-        with cluster.clients(4):
-            for name in [*(FAULTS.keys() - left_out(cluster))] * scaled(1):
-                LOGGER.info("%s: restored after %.1f s", name, FAULTS[name](cluster))
-                cluster.wait_for_answers()
-        counted = sums(cluster)
+    with idle_cluster(tmp_path) as cluster, cluster.clients(4):
+        for name in [*(FAULTS.keys() - left_out(cluster))] * scaled(1):
+            LOGGER.info("%s: restored after %.1f s", name, FAULTS[name](cluster))
+            cluster.wait_for_answers()
     assert cluster.tally.counted().wrong == []
-    assert [(model, found) for model, found in counted.items() if not found.is_explained] == []
 
 
 def test_members_follow_the_load_without_a_failed_request(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from prometheus_client.metrics_core import Metric
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.fleet.launch.supervision import check_room, process_count
+from halfserve.serve.fleet.member.fleet_commands import merge_index
 from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, merge_metrics
-from halfserve.serve.fleet.member.shared_rpcs import merge_index
+from halfserve.serve.fleet.member.member_socket import read_counters
 from halfserve.serve.protocol.rpcs import model_statistics
 from tests.serve.running_server import RunningServer
 
@@ -101,7 +102,7 @@ def test_counters_of_models_that_are_not_served_here_are_left_out() -> None:
 
 
 def test_counters_are_read_as_they_were_written(server: RunningServer) -> None:
-    counters = server.run(MemberCounters.of(server.core))
+    counters = server.run(read_counters(server.core))
     names = [one.name for one in counters.metrics]
     assert len(names) == len(set(names))
     assert MemberCounters.from_bytes(counters.to_bytes()) == counters

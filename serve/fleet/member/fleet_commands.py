@@ -1,4 +1,4 @@
-"""RPCs that concern all members: what each changes."""
+"""Commands and queries that concern all members: the targets that each command changes, and how answers are merged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.engine.model import VersionState
 from halfserve.serve.protocol.service import SERVICE
 
 T = TypeVar("T")
@@ -73,17 +72,18 @@ COMMANDS = {
     ),
     f"/{SERVICE}/CudaSharedMemoryUnregister": Command(answer=pb.CudaSharedMemoryUnregisterResponse, undoes=CUDA_REGISTER),
 }
-# From best to worst: a version has the worst state among its members.
-STATES = (VersionState.READY, VersionState.LOADING, VersionState.UNLOADING, VersionState.UNAVAILABLE)
+# Of `VersionState`, from best to worst: a version has the worst state among its members.
+STATES = READY_STATE, LOADING, UNLOADING, UNAVAILABLE = "READY", "LOADING", "UNLOADING", "UNAVAILABLE"
 Index = pb.RepositoryIndexResponse.ModelIndex
 Versions = dict[tuple[str, str], Index]
-METRICS = "/halfserve.Cluster/Metrics"  # asks the controller for the metrics of all members
+METRICS = "/halfserve.Cluster/Metrics"  # asks the controller for the counters of all members
+READ_COUNTERS = "/halfserve.Member/Figures"
 STATISTICS, INDEX, READY = (f"/{SERVICE}/{name}" for name in ("ModelStatistics", "RepositoryIndex", "ModelReady"))
 
 
 def worst(states: Iterable[tuple[str, str]]) -> tuple[str, str]:
     """The state of a version among its states at all members, each with a reason: the first one of the worst."""
-    return max(states, key=lambda one: STATES.index(VersionState(one[0])), default=("", ""))
+    return max(states, key=lambda one: STATES.index(one[0]), default=("", ""))
 
 
 def merge_index(
@@ -100,12 +100,10 @@ def merge_index(
     for title, other in others.items():
         found: Versions = {(one.name, one.version): one for one in other.models}
         for key, mine in merged.items():
-            theirs = found.get(key) or Index(state=VersionState.UNAVAILABLE, reason="it has no such version now")
+            theirs = found.get(key) or Index(state=UNAVAILABLE, reason="it has no such version now")
             there = f"{title}: {theirs.reason}" if theirs.reason else title
             mine.state, mine.reason = worst([(mine.state, mine.reason), (theirs.state, there)])
-    return pb.RepositoryIndexResponse(
-        models=[one for one in merged.values() if one.state == VersionState.READY.value or not ready]
-    )
+    return pb.RepositoryIndexResponse(models=[one for one in merged.values() if one.state == READY_STATE or not ready])
 
 
 async def finished(work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[Any]]) -> T:
