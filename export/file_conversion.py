@@ -101,7 +101,7 @@ def convert_verified(
     settings: PipelineSettings,
     verification: Verification | None,
     *,
-    progress: Callable[[str], None],
+    progress: Callable[[str], None] = lambda _: None,
     beside: Beside = nothing_beside,
 ) -> Converted:
     """Convert a file, verify the staged result, and publish it if it passes; without `verification`, publish it in any case.
