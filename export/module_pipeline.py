@@ -195,7 +195,7 @@ def _traced(
 
 
 def _with_whole_attention(traced_at: Callable[[int | None], onnx_ir.Model]) -> onnx_ir.Model:
-    """The model with Attention in one node, where each has a kernel on CUDA, and no other operator loses its own.
+    """Return the model with Attention in one node, where each has a kernel on CUDA, and no other operator loses its own.
 
     A mask must be boolean: the repairs for numbers that hide know Softmax alone.
     """
@@ -234,7 +234,7 @@ def _require_run(module: nn.Module, inputs: Any, call: ForwardCall) -> None:
 
 
 def _sizes(call: ForwardCall, dynamic: Mapping[str, Mapping[int, str]]) -> dict[str, dict[int, str]] | None:
-    """The dynamic sizes for `traced_model`; None makes the batch alone dynamic."""
+    """Return the dynamic sizes for `traced_model`; None makes the batch alone dynamic."""
     if not dynamic:
         return None
     dimensions = dict(zip(call.names, (tensor.dim() for tensor in call.tensors), strict=True))
