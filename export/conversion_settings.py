@@ -90,7 +90,7 @@ class ConversionSettings:
         return self.half.has_float32_range and self.target_device != "cpu"
 
     def keeps(self, name: str | None) -> bool:
-        """Whether the input or output of this name keeps its type."""
+        """Return whether the input or output of this name keeps its type."""
         if isinstance(self.keep_io_types, bool):
             return self.keep_io_types
         return any(fnmatchcase(name or "", pattern) for pattern in self.keep_io_types)

@@ -53,7 +53,7 @@ class ConversionTarget(Protocol):
 
     @contextmanager
     def file(self) -> Iterator[Path]:
-        """The file that the model is staged for."""
+        """Yield the file that the model is staged for."""
         ...
 
     def recorded(self, source: ModelFile, inputs: Inputs) -> bytes:
@@ -61,7 +61,7 @@ class ConversionTarget(Protocol):
         ...
 
     def bound(self, certificate: Certificate, source: ModelFile, model: ModelFile, recorded: bytes) -> Certificate:
-        """The certificate with the files and settings that the model, made from `source`, is written with.
+        """Return the certificate with the files and settings that the model, made from `source`, is written with.
 
         Raises:
             ExportError: They cannot be read.

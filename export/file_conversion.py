@@ -101,7 +101,7 @@ def convert_verified(
     settings: PipelineSettings,
     verification: Verification | None,
     *,
-    progress: Callable[[str], None],
+    progress: Callable[[str], None] = lambda _: None,
     beside: Beside = nothing_beside,
 ) -> Converted:
     """Convert a file, verify the staged result, and publish it if it passes; without `verification`, publish it in any case.
@@ -164,12 +164,12 @@ def _holds_bfloat16_weights(model: ModelFile) -> bool:
 
 
 def _nearest_to_budget(over: Mapping[HalfName, BudgetExceeded]) -> HalfName:
-    """The type whose outputs exceed their limits by the smallest factor; NaN and infinities count as infinite."""
+    """Return the type whose outputs exceed their limits by the smallest factor; NaN and infinities count as infinite."""
     return min(over, key=lambda dtype: _excess(over[dtype]))
 
 
 def _notes_on_rejected(over: Mapping[HalfName, BudgetExceeded]) -> Iterator[str]:
-    """A note on each type that was tried before."""
+    """Return a note on each type that was tried before."""
     return (f"{dtype} alone is over budget: {error.violation}" for dtype, error in over.items())
 
 
@@ -238,7 +238,7 @@ def _converted(
 def _lengths(
     opened: ModelFile, samples: SampleSet, settings: PipelineSettings, verification: Verification
 ) -> LongerSizes | None:
-    """The sizes to verify on beside the samples', for the search and both verifications alike."""
+    """Return the sizes to verify on beside the samples', for the search and both verifications alike."""
     from halfserve.export.verification.generated.lengths import longer_sizes  # noqa: PLC0415  (slow to import)
 
     if not settings.adversarial or verification.lengths is not None:
@@ -268,7 +268,7 @@ def _verified(
     target: ConversionTarget,
     progress: Callable[[str], None],
 ) -> tuple[Certificate, bytes]:
-    """The certificate, and the samples that travel with the model."""
+    """Return the certificate, and the samples that travel with the model."""
     from halfserve.export.certificate.embed import embed_in_file  # noqa: PLC0415  (slow to import)
     from halfserve.export.verification.verify import CertificateDetails, certified  # noqa: PLC0415  (slow to import)
 

@@ -110,7 +110,7 @@ HALF_BY_ELEM_TYPE = {half.elem_type: half for half in (FP16, BF16)}
 
 
 def half_named(name: str) -> HalfType:
-    """The type of a name.
+    """Return the type of a name.
 
     Raises:
         UsageError: It is neither "float16" nor "bfloat16".

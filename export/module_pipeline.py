@@ -113,7 +113,7 @@ def export_module(
         target,
         ModuleSettings(**options),
         budget=budget,
-        dynamic=dynamic or {},
+        dynamic=dynamic,
         policy=Policy.parse(policy) if isinstance(policy, str) else policy or Policy(),
         record=record,
         key=signing_key(certificate_key),
@@ -128,12 +128,12 @@ def export_verified(
     settings: ModuleSettings,
     *,
     budget: Budget | Mapping[HalfName, Budget] | None = None,
-    dynamic: Mapping[str, Mapping[int, str]],
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
     policy: Policy,
-    record: Record | None,
+    record: Record | None = None,
     metadata: Mapping[str, str] | None = None,
     key: SigningKey | None = None,
-    progress: Callable[[str], None],
+    progress: Callable[[str], None] = lambda _: None,
     beside: Beside = nothing_beside,
 ) -> Certified:
     """Export a module to a repository target; see `export_module`.
@@ -158,7 +158,7 @@ def export_verified(
     with tempfile.TemporaryDirectory(prefix="halfserve-export-") as folder:
         progress("exporting to ONNX")
         source = Path(folder) / "model.onnx"
-        traced = _traced(module, call, _sizes(call, dynamic), settings, metadata=metadata, policy=policy)
+        traced = _traced(module, call, _sizes(call, dynamic or {}), settings, metadata=metadata, policy=policy)
         mark_float32(traced, float32_parts(module, settings, policy=policy, record=record))
         write_onnx(traced, source)
         reference = FlatModel(module, call).eval()
@@ -195,7 +195,7 @@ def _traced(
 
 
 def _with_whole_attention(traced_at: Callable[[int | None], onnx_ir.Model]) -> onnx_ir.Model:
-    """The model with Attention in one node, where each has a kernel on CUDA, and no other operator loses its own.
+    """Return the model with Attention in one node, where each has a kernel on CUDA, and no other operator loses its own.
 
     A mask must be boolean: the repairs for numbers that hide know Softmax alone.
     """
@@ -234,7 +234,7 @@ def _require_run(module: nn.Module, inputs: Any, call: ForwardCall) -> None:
 
 
 def _sizes(call: ForwardCall, dynamic: Mapping[str, Mapping[int, str]]) -> dict[str, dict[int, str]] | None:
-    """The dynamic sizes for `traced_model`; None makes the batch alone dynamic."""
+    """Return the dynamic sizes for `traced_model`; None makes the batch alone dynamic."""
     if not dynamic:
         return None
     dimensions = dict(zip(call.names, (tensor.dim() for tensor in call.tensors), strict=True))

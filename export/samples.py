@@ -40,11 +40,11 @@ class Samples:
     note: str = ""
 
     def noting(self, remark: str) -> Samples:
-        """These samples with one more remark in the note; "" adds none."""
+        """Return these samples with one more remark in the note; "" adds none."""
         return replace(self, note="; ".join(filter(None, (self.note, remark))))
 
     def fitting(self, module: nn.Module) -> Samples:
-        """The samples with float64, numpy's own type, rounded to the float32 of a module that has no float64 itself."""
+        """Return the samples with float64, numpy's own type, rounded to the float32 of a module that has no float64 itself."""
         tensors = [*module.parameters(), *module.buffers()]
         given = [leaf for leaf in pytree.tree_leaves(self.inputs) if isinstance(leaf, Tensor)]
         if torch.float64 in {tensor.dtype for tensor in tensors} or torch.float64 not in {tensor.dtype for tensor in given}:
@@ -125,7 +125,7 @@ class ModelInputs:
 
 
 def model_of(factory: str) -> nn.Module:
-    """The model that a `MODULE:FACTORY` makes, in evaluation mode.
+    """Return the model that a `MODULE:FACTORY` makes, in evaluation mode.
 
     Raises:
         ExportError: The factory cannot be imported or called, or returns no module.
@@ -140,7 +140,7 @@ def model_of(factory: str) -> nn.Module:
 
 
 def inputs_from_data(factory: str, model: nn.Module) -> ModelInputs:
-    """The first held-out samples of a data factory, stacked, as training would give them to the model.
+    """Return the first held-out samples of a data factory, stacked, as training would give them to the model.
 
     Raises:
         ExportError: The factory cannot be imported or called, or its samples cannot be stacked.
@@ -154,7 +154,7 @@ def inputs_from_data(factory: str, model: nn.Module) -> ModelInputs:
 
 
 def from_checkpoint(path: str) -> tuple[nn.Module, ModelInputs]:
-    """A checkpoint's trained model, and samples of the data it was trained on.
+    """Return a checkpoint's trained model, and samples of the data it was trained on.
 
     Raises:
         ExportError: The checkpoint cannot be read, or its factories are gone.

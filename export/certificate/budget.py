@@ -177,7 +177,7 @@ def usual_budgets(
     max_abs_error: float | None = None,
     min_agreement: float = Budget.min_agreement,
 ) -> dict[HalfName, Budget]:
-    """The budget of each type, whose largest scaled error is by default 0.01 for float16 and 0.04 for bfloat16.
+    """Return the budget of each type, whose largest scaled error is by default 0.01 for float16 and 0.04 for bfloat16.
 
     bfloat16 rounds eight times as coarsely (2**-8). Sound conversions measure 0.003 to 0.03; models that do not stand it, such
     as sharp attention and differences of large numbers, 0.1 and more.
@@ -242,12 +242,12 @@ def _non_finite(figures: ErrorFigures, budget: Budget) -> list[str]:
 
 
 def disagrees(figures: ErrorFigures, budget: Budget) -> bool:
-    """Whether fewer rows agree than `min_agreement` requires."""
+    """Return whether fewer rows agree than `min_agreement` requires."""
     return figures.agreement is not None and not figures.agreement >= budget.min_agreement
 
 
 def allowed_near_ties(figures: ErrorFigures, budget: Budget) -> bool:
-    """Whether all differing rows are near-ties that prove nothing: there is only one, or the budget does not judge them.
+    """Return whether all differing rows are near-ties that prove nothing: there is only one, or the budget does not judge them.
 
     In a near-tie the reference's two numbers are closer than the allowed error.
 
@@ -259,14 +259,14 @@ def allowed_near_ties(figures: ErrorFigures, budget: Budget) -> bool:
 
 
 def error_limit(figures: ErrorFigures, budget: Budget) -> float:
-    """The largest absolute error that an output may have."""
+    """Return the largest absolute error that an output may have."""
     if budget.max_abs_error is not None:
         return budget.max_abs_error
     return budget.max_scaled_error * unit_of(figures)
 
 
 def unit_of(figures: ErrorFigures) -> float:
-    """The divisor of the output's errors; computed for certificates before version 3, which do not hold it."""
+    """Return the divisor of the output's errors; computed for certificates before version 3, which do not hold it."""
     return figures.unit or max(figures.scale, FP16_SMALLEST_NORMAL)
 
 

@@ -114,12 +114,12 @@ class Certificate(PrecisionVerdict):
         return _of_document(replace(self, **added), self.to_json() | added)
 
     def to_bytes(self) -> bytes:
-        """The certificate as a JSON file."""
+        """Return the certificate as a JSON file."""
         return (json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n").encode()
 
 
 def signing_key(path: Path | str | None) -> SigningKey | None:
-    """The Ed25519 private key in a PEM file; None without a path.
+    """Return the Ed25519 private key in a PEM file; None without a path.
 
     Raises:
         UsageError: The file holds no such key, or the package cryptography is missing.
@@ -213,7 +213,7 @@ def _decoded(kind: Any, value: Any, place: str, unknown: list[str]) -> Any:
 
 
 def json_values(value: Any) -> Any:
-    """A nested value as JSON types: tuples become lists, NaN and infinities strings."""
+    """Return a nested value as JSON types: tuples become lists, NaN and infinities strings."""
     if isinstance(value, dict):
         return {name: json_values(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -85,12 +85,12 @@ def _signed(certificate: Certificate, key: SigningKey | None) -> Certificate:
 
 
 def name_of_certificate(model: ModelFile) -> str | None:
-    """The hash of the certificate that a model names in its metadata; None where it names none."""
+    """Return the hash of the certificate that a model names in its metadata; None where it names none."""
     return _entry(model, KEY)
 
 
 def certificate_of(model: ModelSource | ModelFile) -> Certificate:
-    """The certificate that a model file contains, or else that lies beside it, after `check_embedded`.
+    """Return the certificate that a model file contains, or else that lies beside it, after `check_embedded`.
 
     Raises:
         ExportError: There is none, it cannot be read, or it is not this model's.

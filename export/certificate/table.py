@@ -63,19 +63,19 @@ def _row(verdict: OutputVerdict) -> list[str]:
 
 
 def agreement_cell(figures: ErrorFigures) -> str:
-    """The share of rows that agree; "none" where no row is evidence, "" where no row has a choice."""
+    """Return the share of rows that agree; "none" where no row is evidence, "" where no row has a choice."""
     if figures.agreement is None:
         return "none" if figures.constant_rows else ""
     return f"{figures.agreement:.2%}"
 
 
 def accuracy_text(accuracy: Accuracy) -> str:
-    """The converted model's accuracy beside the reference's."""
+    """Return the converted model's accuracy beside the reference's."""
     return f"{accuracy.rounded:.2%}, float32 {accuracy.reference:.2%}"
 
 
 def sizes_text(certificate: Certificate) -> str:
-    """The sizes that were tried of each dimension whose size may vary."""
+    """Return the sizes that were tried of each dimension whose size may vary."""
     return "; ".join(f"{name} {', '.join(map(str, sizes))}" for name, sizes in certificate.sizes.items())
 
 

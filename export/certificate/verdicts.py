@@ -212,7 +212,7 @@ class PrecisionVerdict:
 
 
 def anything_compared(outputs: Sequence[OutputVerdict]) -> bool:
-    """Whether any element was compared; where there are floating outputs, whether one of their elements was.
+    """Return whether any element was compared; where there are floating outputs, whether one of their elements was.
 
     An output that float32 itself mostly answers with NaN was not.
     """

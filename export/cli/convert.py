@@ -51,7 +51,7 @@ class ConvertedSamples:
     ] = None
 
     def loader(self) -> Callable[[ModelFile], SampleSet]:
-        """A function that loads the samples of a model, or makes them up where there is no file.
+        """Return a function that loads the samples of a model, or makes them up where there is no file.
 
         Raises:
             UsageError: An entry of `dim` has another form than NAME=SIZE.

@@ -66,7 +66,7 @@ def explain(console: Console, error: BudgetExceeded) -> None:
 
 
 def as_plain(done: Converted) -> dict[str, Any]:
-    """Everything about a conversion, in JSON's own types."""
+    """Return everything about a conversion, in JSON's own types."""
     return {
         "path": done.place,
         "size_bytes": done.size_bytes,
@@ -141,7 +141,7 @@ def _kept(kept: Sequence[KeptNode]) -> Table | None:
 
 
 def _by_reason(kept: Sequence[KeptNode], title: str) -> Table:
-    """A row for each reason, the most frequent first."""
+    """Return a row for each reason, the most frequent first."""
     groups: dict[str, list[str]] = {}
     for node in kept:
         groups.setdefault(node.reason, []).append(node.name)
@@ -222,7 +222,7 @@ def _counted(count: int, noun: str, form: str = "") -> str:
 
 
 def placement_lines(placement: Placement) -> list[str]:
-    """The placement in a few lines: nodes per provider, casts, copies, islands, and CUDA's warnings."""
+    """Return the placement in a few lines: nodes per provider, casts, copies, islands, and CUDA's warnings."""
     nodes = ", ".join(f"{sum(counts.values())} on {_provider(name)}" for name, counts in placement.assigned.items()) or "none"
     casts = f"casts {placement.casts_in_file} in the file"
     if placement.casts_at_runtime is not None:
@@ -234,7 +234,7 @@ def placement_lines(placement: Placement) -> list[str]:
 
 
 def placement_table(placement: Placement) -> Group:
-    """The whole placement: operators per provider, islands with their reasons, and CUDA's warnings."""
+    """Return the whole placement: operators per provider, islands with their reasons, and CUDA's warnings."""
     providers = _new_table(
         f"placement by ONNX Runtime {placement.runtime} at {placement.level}", "provider", "nodes", "operators"
     )
@@ -251,7 +251,7 @@ def placement_table(placement: Placement) -> Group:
 
 
 def cuda_lines(warnings: tuple[CudaWarning, ...]) -> list[str]:
-    """The nodes that CUDA does not compute as they are, one line for each kind."""
+    """Return the nodes that CUDA does not compute as they are, one line for each kind."""
     texts = Counter(warning.text for warning in warnings)
     first = {warning.text: warning.node for warning in reversed(warnings)}
     lines = [f"{first[text]}{f' and {count - 1} more' if count > 1 else ''}: {text}" for text, count in texts.most_common()]

@@ -51,7 +51,7 @@ class BudgetOptions:
     min_agreement: MinAgreement = Budget.min_agreement
 
     def budgets(self) -> dict[HalfName, Budget]:
-        """The budget of each type.
+        """Return the budget of each type.
 
         Raises:
             UsageError: A limit is out of range.
@@ -75,7 +75,7 @@ class VerdictFiles:
     ] = None
 
     def beside(self, *others: Path | None) -> Beside:
-        """The files to write with a model: its certificate as JSON, and as an HTML page.
+        """Return the files to write with a model: its certificate as JSON, and as an HTML page.
 
         Raises:
             UsageError: `html` without a certificate.
@@ -110,7 +110,7 @@ class VersionOptions:
     ] = False
 
     def target(self, repository: str, *, default_name: str, task: Task | None = None) -> RepositoryTarget:
-        """The version as a target of a conversion; `default_name` names the model where the user did not."""
+        """Return the version as a target of a conversion; `default_name` names the model where the user did not."""
         return RepositoryTarget(
             repository=repository,
             name=default_name if self.name is None else self.name,

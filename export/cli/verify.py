@@ -75,7 +75,7 @@ class VerifiedBudget(BudgetOptions):
     ] = 1.0
 
     def budgets(self) -> dict[HalfName, Budget]:
-        """The budget of each type; see `BudgetOptions.budgets`."""
+        """Return the budget of each type; see `BudgetOptions.budgets`."""
         return {
             name: replace(budget, max_non_finite=self.max_non_finite, min_headroom=self.min_headroom)
             for name, budget in super().budgets().items()

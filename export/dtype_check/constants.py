@@ -52,7 +52,7 @@ class ConstantCheck:
         return any(beyond)
 
     def beyond_wide(self, operation: Operation) -> list[float]:
-        """The finite numbers beyond the half type's range that an operation writes into a tensor of another dtype."""
+        """Return the finite numbers beyond the half type's range that an operation writes into a tensor of another dtype."""
         if operation.name not in FILLS | SCALES or _is_half(operation):
             return []
         return [number for number in self._numbers(operation) if operation.half.overflow_from <= abs(number) < math.inf]

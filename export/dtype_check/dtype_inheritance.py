@@ -63,12 +63,12 @@ def new_ones(x: Tensor, *shape: int | Sequence[int]) -> Tensor:
 
 
 def new_empty(x: Tensor, *shape: int | Sequence[int]) -> Tensor:
-    """An uninitialised tensor of the given shape, in the dtype and on the device of `x` (see `new_zeros`)."""
+    """Return an uninitialised tensor of the given shape, in the dtype and on the device of `x` (see `new_zeros`)."""
     return x.new_empty(_sizes(shape))
 
 
 def new_full(x: Tensor, shape: int | Sequence[int], value: float) -> Tensor:
-    """A tensor of the given shape filled with `value`, in the dtype and on the device of `x`.
+    """Return a tensor of the given shape filled with `value`, in the dtype and on the device of `x`.
 
     Raises:
         ValueError: `value` is finite and the dtype of `x` cannot hold it (1e9 in float16).
@@ -147,12 +147,12 @@ def new_linspace(x: Like, start: float, end: float, steps: int) -> Tensor:
 
 
 def new_eye(x: Tensor, n: int, m: int | None = None) -> Tensor:
-    """The `(n, m)` matrix with ones on its diagonal (`m` defaults to `n`), in the dtype and on the device of `x`."""
+    """Return the `(n, m)` matrix with ones on its diagonal (`m` defaults to `n`), in the dtype and on the device of `x`."""
     return torch.eye(n, n if m is None else m, dtype=x.dtype, device=x.device)
 
 
 def finfo(x: Tensor) -> torch.finfo:
-    """The limits of the dtype of `x`.
+    """Return the limits of the dtype of `x`.
 
     Raises:
         TypeError: `x` is not a floating tensor.
@@ -163,7 +163,7 @@ def finfo(x: Tensor) -> torch.finfo:
 
 
 def mask_value(x: Tensor) -> float:
-    """The most negative finite number of the dtype of `x`: the value of hidden positions in attention scores.
+    """Return the most negative finite number of the dtype of `x`: the value of hidden positions in attention scores.
 
     Use it with `masked_fill`, or add it to scores: it is finite, so a fully masked row gives even weights instead of NaN, and
     `0 * mask_value(x)` is 0. A constant such as -1e9 is -inf in float16.
@@ -175,7 +175,7 @@ def mask_value(x: Tensor) -> float:
 
 
 def causal_mask(x: Tensor, n: int) -> Tensor:
-    """The additive `(n, n)` mask that lets position i see positions 0..i: 0 there, `mask_value(x)` above the diagonal.
+    """Return the additive `(n, n)` mask that lets position i see positions 0..i: 0 there, `mask_value(x)` above the diagonal.
 
     Raises:
         TypeError: `x` is not a floating tensor.
@@ -198,7 +198,7 @@ def _is_plain(number: float) -> bool:
 
 
 def numbers_in(data: Any) -> Iterable[int | float]:
-    """The numbers in nested lists and tuples, or in an array; other values are skipped."""
+    """Yield the numbers in nested lists and tuples, or in an array; other values are skipped."""
     if isinstance(data, int | float):
         yield data
     elif isinstance(data, list | tuple):

@@ -225,7 +225,7 @@ class TensorAttribute:
 
 
 def half_copy(module: nn.Module, log: FindingLog, half: HalfType) -> nn.Module:
-    """A half-precision copy of a model in evaluation mode; tensors that have to stay float32 are logged.
+    """Return a half-precision copy of a model in evaluation mode; tensors that have to stay float32 are logged.
 
     Raises:
         ExportError: A parameter is not finite, or has no size yet.
@@ -268,7 +268,7 @@ def declare_wide_tensors(model: nn.Module, tracker: WideTensorTracker, half: Hal
 
 
 def tensor_attributes(model: nn.Module, half: HalfType) -> Iterator[TensorAttribute]:
-    """The wide tensors that the modules of a model hold unregistered, except for torch's own modules."""
+    """Yield the wide tensors that the modules of a model hold unregistered, except for torch's own modules."""
     for held in _unregistered_wide(model, half):
         name = held.name.removeprefix(f"{held.owner}.")
         yield _attribute(held.owner, type(model.get_submodule(held.owner)), name, held.tensor)
@@ -281,7 +281,7 @@ def tensor_attributes(model: nn.Module, half: HalfType) -> Iterator[TensorAttrib
 
 
 def cast_inputs(value: object, dtype: torch.dtype) -> object:
-    """A copy of nested inputs with every floating tensor in another dtype."""
+    """Return a copy of nested inputs with every floating tensor in another dtype."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()

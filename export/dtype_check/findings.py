@@ -124,7 +124,7 @@ class LeakReport:
         return not self.errors and not self.warnings
 
     def to_json(self) -> dict[str, Any]:
-        """The report in JSON's own types."""
+        """Return the report in JSON's own types."""
         counts = Counter(finding.severity for finding in self.findings)
         return {
             "model": self.model,
@@ -176,7 +176,7 @@ class FindingLog:
         self.findings.pop(key, None)
 
     def sorted(self) -> tuple[Finding, ...]:
-        """The findings, worst first, then by file and line."""
+        """Return the findings, worst first, then by file and line."""
         order = sorted(self.findings.values(), key=lambda f: (RANKS[f.severity], f.file or "", f.line or 0, f.module, f.kind))
         return tuple(order)
 

@@ -312,14 +312,14 @@ def _is_float(data: Any) -> bool:
 
 
 def became_default(result: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a result is of torch's default dtype because nothing that went in was floating."""
+    """Return whether a result is of torch's default dtype because nothing that went in was floating."""
     if not isinstance(result, Tensor) or result.dtype != torch.get_default_dtype():
         return False
     return not any(tensor.is_floating_point() for tensor in tensors_in((args, kwargs)))
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
+    """Yield the tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):

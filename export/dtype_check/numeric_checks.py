@@ -82,7 +82,7 @@ def _has_infinity(operation: Operation) -> bool:
 
 
 def _largest_in_float32(operation: Operation) -> float | None:
-    """The largest magnitude that the operation gives in float32, if it is finite and over the half type's range."""
+    """Return the largest magnitude that the operation gives in float32, if it is finite and over the half type's range."""
     if operation.in_place:
         return None  # the operand is overwritten
     half = operation.dtype

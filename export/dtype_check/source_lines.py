@@ -73,7 +73,7 @@ class SourceLocator:
         return cls(frozenset(type(part).__module__.partition(".")[0] for part in module.modules()) - {"torch"})
 
     def here(self) -> SourceLine | None:
-        """The user's line that is running now, else the innermost library's; None where torch runs by itself."""
+        """Return the user's line that is running now, else the innermost library's; None where torch runs by itself."""
         nearest: SourceLine | None = None
         for frame in _frames():
             owner = self.owner(frame.f_code.co_filename)
@@ -85,22 +85,22 @@ class SourceLocator:
         return nearest
 
     def callers(self) -> Iterator[SourceLine]:
-        """All of the user's lines that are running now, the innermost first."""
+        """Yield all of the user's lines that are running now, the innermost first."""
         for frame in _frames():
             if self.owner(frame.f_code.co_filename) == "user":
                 yield SourceLine(frame.f_code.co_filename, frame.f_lineno)
 
     def from_texts(self, places: Iterator[tuple[str, int]]) -> SourceLine | None:
-        """The innermost of the user's lines among (file, line) pairs, which go from the outermost to the innermost."""
+        """Return the innermost of the user's lines among (file, line) pairs, which go from the outermost to the innermost."""
         users = [SourceLine(path, line) for path, line in places if self.owner(path) == "user"]
         return users[-1] if users else None
 
     def is_own(self, path: str) -> bool:
-        """Whether a file is the user's to change: not an installed one."""
+        """Return whether a file is the user's to change: not an installed one."""
         return self.owner(path) == "user" and not path.startswith(_INSTALLED)
 
     def lines_of(self, path: str) -> set[int]:
-        """The lines of a file that were running at a call of `here`, callers included."""
+        """Return the lines of a file that were running at a call of `here`, callers included."""
         return self._lines[path]
 
     def owner(self, path: str) -> Owner:
@@ -138,7 +138,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def autocast_region(inside: SourceLine) -> SourceLine | None:
-    """The `with torch.autocast(...)` around a line; None where the function has none."""
+    """Return the `with torch.autocast(...)` around a line; None where the function has none."""
     regions = [
         node.lineno
         for node in ast.walk(parsed(inside.path))
@@ -169,7 +169,7 @@ def assigned_at(owner: type, name: str) -> SourceLine | None:
 
 @lru_cache(maxsize=64)
 def parsed(path: str) -> ast.Module:
-    """A file's syntax tree; empty where it cannot be read."""
+    """Return a file's syntax tree; empty where it cannot be read."""
     try:
         return ast.parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):

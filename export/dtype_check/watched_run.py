@@ -25,7 +25,7 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 @cache
 def wide_beside(half: HalfType) -> frozenset[torch.dtype]:
-    """The dtypes to which promotion takes a tensor of this type."""
+    """Return the dtypes to which promotion takes a tensor of this type."""
     return _FLOATS - {torch_dtype(half)}
 
 
@@ -220,7 +220,7 @@ def without_autocast() -> Iterator[None]:
 
 
 def results_of(result: Any) -> list[Tensor]:
-    """The tensors in nested arguments or results."""
+    """Return the tensors in nested arguments or results."""
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 

@@ -238,13 +238,13 @@ def described(tensor: Tensor) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """An exception's first line, or its type where it has no text."""
+    """Return an exception's first line, or its type where it has no text."""
     text = str(error).strip()
     return text.splitlines()[0].removesuffix(".") if text else type(error).__name__
 
 
 def _making(operation: Operation, made: Tensor) -> tuple[Kind, str, str]:
-    """How an operation made a wide tensor: its kind, the same in words, and the fix."""
+    """Return how an operation made a wide tensor: its kind, the same in words, and the fix."""
     call = operation.call
     name = call.name if call else operation.name
     whole = [tensor for tensor in operation.tensors if not tensor.is_floating_point() and not tensor.is_complex()]

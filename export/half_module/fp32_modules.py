@@ -34,7 +34,7 @@ _COMPUTES = ("mm", "conv", "linear", "norm", "sum", "mean", "pow", "square", "ex
 
 
 def pinned_modules(module: nn.Module, policy: Policy | None = None) -> dict[str, str]:
-    """The submodules that compute in float32 for their own sake, not for a tensor in them: the reasons by dotted name.
+    """Return the submodules that compute in float32 for their own sake, not for a tensor in them: the reasons by dotted name.
 
     The policy pins modules whose operation its own changes run in float32. A preset's lists do not count: they serve autocast,
     where a cast is cheap; a user's addition is a measured need. `torch.nn.functional` calls inside a `forward` are not seen. A
@@ -76,7 +76,7 @@ def _by_model(module: nn.Module) -> dict[str, str]:
 
 
 def overflowing_modules(module: nn.Module, record: Record | None) -> tuple[dict[str, str], list[str]]:
-    """The submodules whose outputs in forward left float16's range during training: the reasons by dotted name.
+    """Return the submodules whose outputs in forward left float16's range during training: the reasons by dotted name.
 
     A module without submodules (a Linear) passes its large outputs on, so the module around it stays float32 instead. Warnings
     about the outermost module, which cannot stay float32, come second.

@@ -87,7 +87,7 @@ class HalfReport:
         return dict(Counter(tensor.action for tensor in self.tensors))
 
     def to_json(self) -> dict[str, Any]:
-        """The report in JSON's own types; only remarkable tensors are listed, so that a certificate stays small."""
+        """Return the report in JSON's own types; only remarkable tensors are listed, so that a certificate stays small."""
         return {
             "actions": self.actions,
             "ledger": asdict(self.ledger),

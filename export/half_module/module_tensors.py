@@ -39,7 +39,7 @@ class HeldTensor:
 
 
 def held_tensors(module: nn.Module) -> list[HeldTensor]:
-    """All tensors of a module, tied ones once for each name; attributes come last.
+    """Return all tensors of a module, tied ones once for each name; attributes come last.
 
     Raises:
         ExportError: A lazy module has no sizes before its first input.
@@ -57,7 +57,7 @@ def held_tensors(module: nn.Module) -> list[HeldTensor]:
 
 
 def detached_copy(module: nn.Module) -> nn.Module:
-    """A copy of a module; attributes from earlier computations lose their autograd history, which cannot be copied."""
+    """Return a copy of a module; attributes from earlier computations lose their autograd history, which cannot be copied."""
     attributes = [tensor for part in module.modules() for _, tensor in _plain(part)]
     memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in attributes if tensor.grad_fn is not None}
     return copy.deepcopy(module, memo)
@@ -97,7 +97,7 @@ def ledger_of(tensor: Tensor, half: HalfType = FP16) -> WeightLedger:
 
 
 def decide(name: str, tensor: Tensor, ledger: WeightLedger, *, is_buffer: bool, half: HalfType = FP16) -> tuple[Action, str]:
-    """The action for one tensor by its values and its name, and the reason in a few words.
+    """Return the action for one tensor by its values and its name, and the reason in a few words.
 
     Raises:
         ExportError: A parameter is not finite, or a buffer holds NaN.
@@ -120,7 +120,7 @@ def decide(name: str, tensor: Tensor, ledger: WeightLedger, *, is_buffer: bool, 
 
 
 def rounded(tensor: Tensor, action: Action, half: HalfType = FP16) -> Tensor:
-    """A floating tensor in the half type, as the action says ("halved" or "saturated")."""
+    """Return a floating tensor in the half type, as the action says ("halved" or "saturated")."""
     if action == "saturated":
         tensor = tensor.clamp(min=-half.largest).masked_fill(tensor == -torch.inf, -torch.inf)
     return tensor.to(torch_dtype(half))

@@ -107,7 +107,7 @@ def fold_batch_norm(module: nn.Module, may_fold: Callable[[str], bool], half: Ha
 
 
 def _pairs(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
-    """Names of each layer whose result a BatchNorm alone reads, and of that BatchNorm."""
+    """Yield names of each layer whose result a BatchNorm alone reads, and of that BatchNorm."""
     try:
         graph = fx.Tracer().trace(module)
     except Exception:  # noqa: BLE001  (the user's forward branches on values; its parts may be traceable)
@@ -154,7 +154,7 @@ def _folded(layer: Any, norm: Any, half: HalfType) -> bool:
 
 
 def _folded_values(layer: Any, norm: Any) -> tuple[Tensor, Tensor]:
-    """The weight is weight * g / sqrt(var + eps), the bias (bias - mean) * g / sqrt(var + eps) + b, in float64."""
+    """Return the weight is weight * g / sqrt(var + eps), the bias (bias - mean) * g / sqrt(var + eps) + b, in float64."""
     scale = (norm.running_var.double() + norm.eps).rsqrt()
     scale = scale if norm.weight is None else scale * norm.weight.double()
     shift = 0.0 if norm.bias is None else norm.bias.double()

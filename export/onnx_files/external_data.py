@@ -67,12 +67,12 @@ def data_files(model: onnx.ModelProto) -> tuple[str, ...]:
 
 
 def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """The tensors whose bytes lie in files."""
+    """Return the tensors whose bytes lie in files."""
     return (tensor for tensor in all_tensors(model) if tensor.data_location == onnx.TensorProto.EXTERNAL)
 
 
 def location_of(tensor: onnx.TensorProto) -> str:
-    """The location of an external tensor's file, as the model states it."""
+    """Return the location of an external tensor's file, as the model states it."""
     return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
 
 
@@ -129,7 +129,7 @@ class FileTensor(onnx_ir.ExternalTensor):
     __slots__ = ()
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The tensor, mapped; the memory is released with the array.
+        """Return the tensor, mapped; the memory is released with the array.
 
         Raises:
             ExportError: The file is gone or shorter than it was.
@@ -149,7 +149,7 @@ class FileTensor(onnx_ir.ExternalTensor):
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     def tobytes(self) -> bytes:
-        """A copy of the bytes."""
+        """Return a copy of the bytes."""
         return self.numpy().tobytes() if self.dtype.bitwidth >= 8 else super().tobytes()
 
 

@@ -47,7 +47,7 @@ _FIELDS: dict[int, tuple[str, int]] = {
 
 
 def no_model(name: str, head: bytes, reason: str = "") -> ExportError:
-    """The error for bytes that are no ONNX model, with a guess by their head at what they are, else the `reason`."""
+    """Return the error for bytes that are no ONNX model, with a guess by their head at what they are, else the `reason`."""
     guess = next((text for start, text in _HEADS.items() if head.startswith(start)), reason)
     return ExportError(f"{name} is not an ONNX model or is damaged" + (f": {guess}" if guess else ""))
 
@@ -88,13 +88,13 @@ def _opsets(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def _schemas(model: onnx.ModelProto, opset: int) -> Callable[[str], onnx.defs.OpSchema | None]:
-    """A lookup of ONNX's operators that the model does not define itself."""
+    """Return a lookup of ONNX's operators that the model does not define itself."""
     own = _own_operators(model)
     return cache(lambda op_type: None if op_type in own else onnx.defs.get_schema(op_type, opset, ""))
 
 
 def _own_operators(model: onnx.ModelProto) -> set[str]:
-    """Operators of ONNX's domain that the model defines by functions of its own."""
+    """Return operators of ONNX's domain that the model defines by functions of its own."""
     return {function.name for function in model.functions if function.domain in _ONNX_DOMAINS}
 
 
@@ -229,7 +229,7 @@ def _lack(node: onnx.NodeProto, schema: OpSchema) -> str | None:
 
 
 def _body_fault(node: onnx.NodeProto) -> str | None:
-    """A body with more inputs than the node, or fewer outputs."""
+    """Return a body with more inputs than the node, or fewer outputs."""
     for attribute in node.attribute:
         if attribute.name not in _BODIES.get(node.op_type, ()):
             continue

@@ -124,7 +124,7 @@ class ModelFile:
         return whole
 
     def to_ir(self) -> onnx_ir.Model:
-        """A new `onnx_ir.Model` with dense weights only, whose changes do not affect this one.
+        """Return a new `onnx_ir.Model` with dense weights only, whose changes do not affect this one.
 
         Tensors in files are `FileTensor`s with absolute paths, mapped at access.
 
@@ -174,7 +174,7 @@ def open_model(source: ModelSource, *, large_bytes: int = LARGE_BYTES) -> ModelF
 
 
 def serialize(model: onnx.ModelProto) -> bytes:
-    """The model's bytes; equal models give equal bytes.
+    """Return the model's bytes; equal models give equal bytes.
 
     Raises:
         ExportError: It is over 2 GiB.
@@ -273,13 +273,13 @@ def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
 
 
 def format_opset(ir_version: int) -> int:
-    """The newest version of ONNX's operators that was released with this IR version or an older one."""
+    """Return the newest version of ONNX's operators that was released with this IR version or an older one."""
     fitting = [opset for _, version, opset, *_ in onnx.helper.VERSION_TABLE if version <= ir_version]
     return max(fitting, default=onnx.defs.onnx_opset_version())
 
 
 def growth(source: ModelFile, converted: ModelFile) -> str | None:
-    """Why `converted` takes more bytes than `source`; None where it does not.
+    """Explain why `converted` takes more bytes than `source`; None where it does not.
 
     The parts that grew and shrank follow, the largest growth first: "than its source by 900 bytes: 1,000 more in casts, 100
     fewer in weights".

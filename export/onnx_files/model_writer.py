@@ -261,7 +261,7 @@ class _InitializerField:
 
 
 def _fields(message: _Message, above: int, below: int) -> bytes:
-    """The fields of a message between two numbers, both excluded, as bytes."""
+    """Return the fields of a message between two numbers, both excluded, as bytes."""
     part = type(message)()
     part.CopyFrom(message)
     for field, _ in message.ListFields():

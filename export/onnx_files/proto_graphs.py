@@ -12,7 +12,7 @@ _CONVERTED = "halfserve.converted"  # see `onnx_fp16.settings.mark`
 
 
 def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """The graphs in a node's attributes: branches of an If, the body of a Loop."""
+    """Yield the graphs in a node's attributes: branches of an If, the body of a Loop."""
     for attribute in node.attribute:
         if attribute.HasField("g"):
             yield attribute.g
@@ -27,14 +27,14 @@ def all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 
 
 def all_graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
-    """The graph, and every body."""
+    """Yield the graph, and every body."""
     yield model.graph
     for node in all_nodes(model):
         yield from bodies(node)
 
 
 def half_type_of(model: onnx.ModelProto) -> HalfType:
-    """The half-precision type of a converted model, as its mark, else its types say; float16 where it holds none."""
+    """Return the half-precision type of a converted model, as its mark, else its types say; float16 where it holds none."""
     stated = next((entry.value for entry in model.metadata_props if entry.key == _CONVERTED), "")
     for half in HALF_TYPES.values():
         if stated == half.name:

@@ -72,7 +72,7 @@ class Caster:
         return demands
 
     def _flexible(self) -> set[onnx_ir.Value]:
-        """The values that can have either type, or both: weights and results of casts."""
+        """Return the values that can have either type, or both: weights and results of casts."""
         plan, nodes = self._plan, list(all_nodes(self._plan.model))
         casts = {node.outputs[0] for node in nodes if _is_cast(node) and node not in plan.kept}
         made = [node.outputs[0] for node in nodes if node.op_type == "Constant" and node.outputs]
@@ -94,7 +94,7 @@ class Caster:
                     self._halve_weight(value)
 
     def _has_half_source(self, value: onnx_ir.Value) -> bool:
-        """Whether a value is cast from the half type, so that readers in that type can read that instead."""
+        """Return whether a value is cast from the half type, so that readers in that type can read that instead."""
         node = value.producer()
         source = node.inputs[0] if node is not None and _is_cast(node) else None
         return source is not None and (source in self._half or source.dtype == self._half_dtype)
@@ -170,7 +170,7 @@ class Caster:
         return self._cast(value, wanted, after=value, like=value)
 
     def _copied_weight(self, value: onnx_ir.Value) -> onnx_ir.Value:
-        """A half copy of a weight that is needed in float32 too."""
+        """Return a half copy of a weight that is needed in float32 too."""
         tensor, graph, node = weight_of(self._plan, value), _home(value), value.producer()
         if tensor is None:
             raise ValueError(value.name)
@@ -232,7 +232,7 @@ class Caster:
         converted.doc_string, value.doc_string = value.doc_string, None
 
     def _in_place(self, op_type: str, source: onnx_ir.Value, graph: onnx_ir.Graph, wanted: onnx_ir.DataType) -> onnx_ir.Value:
-        """A new value at the graph's end."""
+        """Return a new value at the graph's end."""
         result = self._value(source, wanted)
         attributes = [onnx_ir.AttrInt64("to", wanted.value)] if op_type == "Cast" else []
         self.added += op_type == "Cast"
@@ -310,7 +310,7 @@ def _simplify(graph: onnx_ir.Graph, node: onnx_ir.Node, half: onnx_ir.DataType, 
 
 
 def _may_be_renamed(value: onnx_ir.Value, graph: onnx_ir.Graph) -> bool:
-    """Whether a value may take an output's name: it is of the graph, and neither its input nor its output."""
+    """Return whether a value may take an output's name: it is of the graph, and neither its input nor its output."""
     return value.graph is graph and not value.is_graph_output() and not value.is_graph_input()
 
 
@@ -327,7 +327,7 @@ def _replace_output(graph: onnx_ir.Graph, old: onnx_ir.Value, new: onnx_ir.Value
 
 
 def _before_pair(value: onnx_ir.Value, half: onnx_ir.DataType) -> onnx_ir.Value | None:
-    """The half value from which a wider value was cast."""
+    """Return the half value from which a wider value was cast."""
     node = value.producer()
     if node is None or node.op_type != "Cast" or node.domain or value.dtype not in _WIDER:
         return None

@@ -48,7 +48,7 @@ def _shown(value: object) -> str:
 
 
 def is_marked(model: onnx_ir.Model, settings: ConversionSettings) -> bool:
-    """Whether a conversion with these settings made the model, and its graph has not changed since."""
+    """Return whether a conversion with these settings made the model, and its graph has not changed since."""
     props = model.metadata_props
     return (
         props.get(CONVERTED) == settings.half.name
@@ -58,7 +58,7 @@ def is_marked(model: onnx_ir.Model, settings: ConversionSettings) -> bool:
 
 
 def fingerprint(model: onnx_ir.Model) -> str:
-    """SHA-256 of the graph's structure and types, without names of nodes, metadata and weights' numbers."""
+    """Return SHA-256 of the graph's structure and types, without names of nodes, metadata and weights' numbers."""
     digest = hashlib.sha256()
     for domain, number in sorted(model.opset_imports.items()):
         digest.update(f"{domain}={number};".encode())
@@ -98,7 +98,7 @@ def _tensor(tensor: onnx_ir.TensorProtocol) -> str:
 
 
 def installed_version() -> str:
-    """The version of halfserve; "unknown" in a source tree that is not installed."""
+    """Return the version of halfserve; "unknown" in a source tree that is not installed."""
     try:
         return version("halfserve")
     except PackageNotFoundError:

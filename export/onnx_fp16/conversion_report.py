@@ -119,7 +119,7 @@ class ConversionReport:
         return {"halved": self.rounded - counts["saturated"], **dict(sorted(counts.items()))}
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON's own types."""
+        """Return the report as JSON's own types."""
         return {
             "dtype": self.dtype,
             "target_device": self.target_device,
@@ -139,12 +139,12 @@ class ConversionReport:
 
 
 def float_nodes(model: onnx_ir.Model) -> list[onnx_ir.Node]:
-    """The nodes that compute on float32 or half precision; types must be known."""
+    """Return the nodes that compute on float32 or half precision; types must be known."""
     return [node for node in all_nodes(model) if node.op_type not in _UNCOUNTED and computes_on_floats(node)]
 
 
 def holds_half(model: onnx_ir.Model, half: HalfType) -> bool:
-    """Whether any node has an input or output of the half type."""
+    """Return whether any node has an input or output of the half type."""
     return any(half.elem_type in _types(node) for node in all_nodes(model))
 
 
@@ -154,7 +154,7 @@ def _random_nodes(model: onnx_ir.Model) -> tuple[str, ...]:
 
 
 def _drops(node: onnx_ir.Node) -> bool:
-    """Whether a Dropout may be in training mode."""
+    """Return whether a Dropout may be in training mode."""
     training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
     stated = constant_of(training)
     return training is not None and (stated is None or bool(stated.numpy().any()))
@@ -178,7 +178,7 @@ def report_of(
     *,
     casts_before: int,
 ) -> ConversionReport:
-    """The report of a plan after its conversion.
+    """Return the report of a plan after its conversion.
 
     `counted` are the float nodes before the conversion, `halved` the weights that were rounded, and `casts_before` is the
     number of Cast nodes in the original.
@@ -201,7 +201,7 @@ def report_of(
 
 
 def report_unchanged(model: onnx_ir.Model, settings: ConversionSettings) -> ConversionReport:
-    """The report of a model that was converted before."""
+    """Return the report of a model that was converted before."""
     model, half = model.clone(), settings.half
     infer_types(model)
     counted = float_nodes(model)
@@ -218,7 +218,7 @@ def report_unchanged(model: onnx_ir.Model, settings: ConversionSettings) -> Conv
 
 
 def _types(node: onnx_ir.Node) -> set[int]:
-    """The float32 and half types, by number, among a node's inputs and outputs."""
+    """Return the float32 and half types, by number, among a node's inputs and outputs."""
     found = {value.dtype for value in (*node.inputs, *node.outputs) if value is not None}
     return {int(dtype) for dtype in found if dtype is not None} & {int(FLOAT), *HALF_BY_ELEM_TYPE}
 

@@ -62,21 +62,21 @@ class Signature:
     attributes: Mapping[str, int | None]
 
     def input(self, index: int) -> Formal | None:
-        """The formal of the actual input at an index."""
+        """Return the formal of the actual input at an index."""
         return _at(self.inputs, index)
 
     def output(self, index: int) -> Formal | None:
-        """The formal of the actual output at an index."""
+        """Return the formal of the actual output at an index."""
         return _at(self.outputs, index)
 
 
 def signature_of(node: onnx_ir.Node, opsets: Mapping[str, int]) -> Signature | None:
-    """The signature of a node's operator at the model's opset of its domain; None where it is unknown."""
+    """Return the signature of a node's operator at the model's opset of its domain; None where it is unknown."""
     return signature_named(node.domain, node.op_type, opsets)
 
 
 def signature_named(domain: str, op_type: str, opsets: Mapping[str, int]) -> Signature | None:
-    """The signature of the operator `domain:op_type`; None where it is unknown."""
+    """Return the signature of the operator `domain:op_type`; None where it is unknown."""
     version = opsets.get(domain)
     if version is None and domain == "":
         version = opsets.get("ai.onnx")
@@ -95,7 +95,7 @@ def first_opset_with_half(node: onnx_ir.Node, opsets: Mapping[str, int], half: H
 
 
 def takes_half(node: onnx_ir.Node, opsets: Mapping[str, int], half: HalfType) -> bool:
-    """Whether the operator takes the half type somewhere at the model's opset."""
+    """Return whether the operator takes the half type somewhere at the model's opset."""
     signature = signature_of(node, opsets)
     return signature is not None and any(
         f"tensor({half.name})" in formal.types for formal in (*signature.inputs, *signature.outputs)
@@ -129,7 +129,7 @@ def _signature(domain: str, op_type: str, version: int) -> Signature | None:
 
 @cache
 def _runtime_signatures() -> Mapping[tuple[str, str], Signature]:
-    """The signatures of the installed ONNX Runtime's own operators; loaded only for models that use them."""
+    """Return the signatures of the installed ONNX Runtime's own operators; loaded only for models that use them."""
     from onnxruntime import capi  # noqa: PLC0415  (a tenth of a second; see above)
 
     runtime: Any = capi
@@ -239,7 +239,7 @@ def _parse(text: str) -> onnx_ir.TypeProtocol | None:
 
 
 def with_dtype(known: onnx_ir.TypeProtocol | None, dtype: onnx_ir.DataType | None = None) -> onnx_ir.TypeProtocol:
-    """A copy of a type, with another element type if one is given."""
+    """Return a copy of a type, with another element type if one is given."""
     denotation = known.denotation if known is not None else None
     if isinstance(known, onnx_ir.SequenceType | onnx_ir.OptionalType):
         return type(known)(with_dtype(known.elem_type, dtype), denotation=denotation)
@@ -251,7 +251,7 @@ def with_dtype(known: onnx_ir.TypeProtocol | None, dtype: onnx_ir.DataType | Non
 
 
 def type_text(known: onnx_ir.TypeProtocol | None) -> str:
-    """A type as schemas write it, such as "seq(tensor(float))"; empty where it is unknown."""
+    """Return a type as schemas write it, such as "seq(tensor(float))"; empty where it is unknown."""
     if known is None:
         return ""
     if isinstance(known, onnx_ir.SequenceType):
@@ -263,7 +263,7 @@ def type_text(known: onnx_ir.TypeProtocol | None) -> str:
 
 
 def declared_values(model: onnx_ir.Model) -> set[onnx_ir.Value]:
-    """The results of nodes for which the model states a type or shape, in value_info or as outputs."""
+    """Return the results of nodes for which the model states a type or shape, in value_info or as outputs."""
     return {value for node in all_nodes(model) for value in node.outputs if value.type is not None or value.shape is not None}
 
 

@@ -47,7 +47,7 @@ def hold_in_float32(model: onnx.ModelProto, half: HalfType, *, rounded: bool, wr
 
 
 def _border(values: Iterable[onnx.ValueInfoProto], written: HalfType) -> set[str]:
-    """The names of the model's inputs or outputs of a type."""
+    """Return the names of the model's inputs or outputs of a type."""
     return {value.name for value in values if value.type.tensor_type.elem_type == written.elem_type}
 
 

@@ -129,7 +129,7 @@ def _doubles(values: Iterable[onnx_ir.Value | None]) -> list[onnx_ir.Value]:
 
 
 def _moves_data(node: onnx_ir.Node) -> bool:
-    """Whether data, rather than sizes and indices, enters or leaves float64 here."""
+    """Return whether data, rather than sizes and indices, enters or leaves float64 here."""
     takes, gives = _doubles(node.inputs), _doubles(node.outputs)
     if node.op_type in ("Cast", "CastLike"):
         other = node.outputs[0] if takes and not gives else node.inputs[0]
@@ -138,14 +138,14 @@ def _moves_data(node: onnx_ir.Node) -> bool:
 
 
 def _bound_by_container(model: onnx_ir.Model, group: _Group, settings: ConversionSettings) -> str:
-    """The reason why a group must stay: a sequence or optional in the interface keeps its type; else empty."""
+    """Return the reason why a group must stay: a sequence or optional in the interface keeps its type; else empty."""
     sides = {*model.graph.inputs, *model.graph.outputs}
     bound = next((v for v in group.values if v in sides and is_container(v) and settings.keeps(v.name)), None)
     return "" if bound is None else f"{bound.name!r} keeps its type, and no Cast converts a sequence or an optional"
 
 
 def _only_float64(node: onnx_ir.Node, model: onnx_ir.Model) -> str:
-    """The reason why a node takes only float64; empty where it takes float32."""
+    """Return the reason why a node takes only float64; empty where it takes float32."""
     operator = f"{node.domain}:{node.op_type}" if node.domain else node.op_type
     if node.op_type in OPERATORS and not node.domain:
         return ""

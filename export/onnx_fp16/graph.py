@@ -16,7 +16,7 @@ _GRAPH_TYPES = (AttributeType.GRAPH, AttributeType.GRAPHS)
 
 
 def bodies(node: onnx_ir.Node) -> Iterator[onnx_ir.Graph]:
-    """The graphs in a node's attributes: branches of an If, the body of a Loop."""
+    """Yield the graphs in a node's attributes: branches of an If, the body of a Loop."""
     for attribute in node.attributes.values():
         if attribute.type not in _GRAPH_TYPES or attribute.is_ref():
             continue
@@ -27,7 +27,7 @@ def bodies(node: onnx_ir.Node) -> Iterator[onnx_ir.Graph]:
 
 
 def all_graphs(model: onnx_ir.Model) -> Iterator[onnx_ir.Graph]:
-    """The main graph and every body, each before those inside it."""
+    """Yield the main graph and every body, each before those inside it."""
     yield from _graphs(model.graph)
 
 
@@ -46,17 +46,17 @@ def nodes_within(graph: onnx_ir.Graph) -> Iterator[onnx_ir.Node]:
 
 
 def is_float(value: onnx_ir.Value | None) -> bool:
-    """Whether a value is float32: a tensor, or a sequence or optional of such."""
+    """Return whether a value is float32: a tensor, or a sequence or optional of such."""
     return value is not None and value.type is not None and value.dtype == FLOAT
 
 
 def is_container(value: onnx_ir.Value) -> bool:
-    """Whether a value is a sequence or an optional, which no Cast can convert."""
+    """Return whether a value is a sequence or an optional, which no Cast can convert."""
     return type(value.type) in _CONTAINERS
 
 
 def constant_of(value: onnx_ir.Value | None) -> onnx_ir.TensorProtocol | None:
-    """The tensor of a Constant node, or of an initializer that is no graph input; None for any other value."""
+    """Return the tensor of a Constant node, or of an initializer that is no graph input; None for any other value."""
     if value is None:
         return None
     producer = value.producer()
@@ -69,7 +69,7 @@ def constant_of(value: onnx_ir.Value | None) -> onnx_ir.TensorProtocol | None:
 
 
 def asks_for_infinity(node: onnx_ir.Node) -> bool:
-    """Whether a node only compares with -infinity, as attention does to detect a row that its mask hides whole."""
+    """Return whether a node only compares with -infinity, as attention does to detect a row that its mask hides whole."""
     if node.domain:
         return False
     if node.op_type == "ReduceMax":
@@ -155,7 +155,7 @@ class Slot:
 
 
 def slots_of(node: onnx_ir.Node) -> Iterator[Slot]:
-    """The variables of a node with bodies; none for any other node."""
+    """Yield the variables of a node with bodies; none for any other node."""
     if node.domain or node.op_type not in OPERATORS:
         return
     graphs = list(bodies(node))

@@ -49,7 +49,7 @@ def require_known(known: ModelNames, settings: ConversionSettings) -> None:
 
 
 def keep_reason(node: onnx_ir.Node, settings: ConversionSettings) -> str | None:
-    """The reason for which the settings keep a node in float32; None where they do not."""
+    """Return the reason for which the settings keep a node in float32; None where they do not."""
     for pattern in settings.keep_fp32_nodes:
         if _matches(pattern, node.name or ""):
             return "in keep_fp32_nodes" if pattern == node.name else f"matches {pattern!r} in keep_fp32_nodes"

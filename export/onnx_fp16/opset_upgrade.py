@@ -84,7 +84,7 @@ def upgrade_opset(model: onnx_ir.Model, settings: ConversionSettings) -> tuple[R
 
 
 def _first_opset(model: onnx_ir.Model, settings: ConversionSettings) -> int:
-    """The first opset at which as many of the model's operators as possible take the half type; at most LAST_RAISED."""
+    """Return the first opset at which as many of the model's operators as possible take the half type; at most LAST_RAISED."""
     opset, half, target_device = model.opset_imports.get("", 1), settings.half, settings.target_device
     used = bound_to_kernel(all_nodes(model), repair=settings.repair)
     gaining = {
@@ -159,7 +159,7 @@ def _raise_node(node: onnx_ir.Node, before: int, after: int, names: FreshNames) 
 
 
 def _whole_numbers(node: onnx_ir.Node, what: str, numbers: Sequence[int] | int | None, names: FreshNames) -> onnx_ir.Value:
-    """A Constant node before `node` that holds what was an attribute; None stands for the old default of 1."""
+    """Return a Constant node before `node` that holds what was an attribute; None stands for the old default of 1."""
     tensor = onnx_ir.tensor(np.asarray(1 if numbers is None else numbers, np.int64))
     name = names.value(f"{node.name or node.op_type}/{what}")
     made = onnx_ir.node("Constant", [], {"value": tensor}, name=names.node(name))

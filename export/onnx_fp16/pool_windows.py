@@ -38,7 +38,7 @@ def bound_to_kernel(nodes: Iterable[onnx_ir.Node], *, repair: bool) -> set[str]:
 
 
 def pool_windows(node: onnx_ir.Node) -> list[PoolWindow] | None:
-    """The windows of a MaxPool that slices can express; None for any other node.
+    """Return the windows of a MaxPool that slices can express; None for any other node.
 
     Padding is negative infinity. The element at the end of the axis does as well, if it is in every window that holds padding.
     """

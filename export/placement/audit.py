@@ -60,7 +60,7 @@ class Placement:
     runtime: str
 
     def to_json(self) -> dict[str, Any]:
-        """The placement as JSON's own types."""
+        """Return the placement as JSON's own types."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return plain
 
@@ -158,7 +158,7 @@ class Island:
 
 
 def find_islands(model: ModelFile, reasons: Mapping[str, str] | None = None) -> tuple[Island, ...]:
-    """The connected groups of nodes with float32 inputs or outputs, without casts, the largest first.
+    """Return the connected groups of nodes with float32 inputs or outputs, without casts, the largest first.
 
     Two nodes are connected when one's output is the other's input in the same graph. `reasons` says by a node's name why it was
     kept in float32.
@@ -179,7 +179,7 @@ def _computes_in_fp32(node: onnx.NodeProto, types: Mapping[str, int]) -> bool:
 
 
 def _only_parameters(node: onnx.NodeProto, types: Mapping[str, int]) -> bool:
-    """Whether only parameters are float32 and the data is float16, as the scales of a Resize."""
+    """Return whether only parameters are float32 and the data is float16, as the scales of a Resize."""
     data = [types.get(name, 0) for name in (*node.output[:1], *node.input[:1]) if name]
     return onnx.TensorProto.FLOAT not in data and onnx.TensorProto.FLOAT16 in data
 

@@ -144,7 +144,7 @@ class TypedOperator:
         return _FLOATS & {_LETTER_OF.get(elem_type, OTHER) for elem_type in (*self.inputs, *self.outputs)}
 
     def has_kernel(self, registry: Registry) -> bool:
-        """Whether a registry has a kernel for these types.
+        """Return whether a registry has a kernel for these types.
 
         The variables of an operator that ONNX does not define are unknown: there each type may belong to any of them.
         """
@@ -156,7 +156,7 @@ class TypedOperator:
 
 
 def takes_on_cuda(op_type: str, opset: int, elem_type: int) -> bool:
-    """Whether a CUDA kernel of ONNX's operator at an opset takes an element type at any of its inputs and outputs."""
+    """Return whether a CUDA kernel of ONNX's operator at an opset takes an element type at any of its inputs and outputs."""
     letter, since = _LETTER_OF[elem_type], _since(op_type, opset)
     return any(
         kernel.matches(since, {}) and any(letter in letters for _, letters in kernel.types)
@@ -230,7 +230,7 @@ def _kind(node: onnx.NodeProto, operation: TypedOperator) -> WarningKind:
 
 
 def _is_refused_in_parts(node: onnx.NodeProto, operation: TypedOperator) -> bool:
-    """Whether the operators that define this one include one that no provider computes."""
+    """Return whether the operators that define this one include one that no provider computes."""
     alone = onnx.NodeProto()
     alone.CopyFrom(node)
     while alone.input and not alone.input[-1]:  # the inliner wants absent inputs at the end left out
@@ -282,7 +282,7 @@ def _form_without_kernel(node: onnx.NodeProto) -> str | None:
 
 
 def _bound(schema: OpSchema, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Iterator[tuple[str, str]]:
-    """The letters of a node's types by type variable, and by the name of each input and output."""
+    """Yield the letters of a node's types by type variable, and by the name of each input and output."""
     for formals, elem_types in (
         (schema.outputs, outputs),
         (schema.inputs, inputs),
@@ -313,7 +313,7 @@ def _domain(domain: str) -> str:
 
 @cache
 def cuda_kernels() -> Kernels:
-    """The kernels that `cuda_kernels.json` lists."""
+    """Return the kernels that `cuda_kernels.json` lists."""
     content = json.loads(TABLE.read_bytes())
     return Kernels(
         release=content["runtime"],

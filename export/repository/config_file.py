@@ -21,7 +21,7 @@ REMEDY = "mend that file, delete it to have it written for this model, or use an
 
 
 def config_for(name: str, model: onnx.ModelProto, *, max_batch_size: int) -> ModelConfig:
-    """The configuration that describes an ONNX model; `max_batch_size` is 0 for one without a batch dimension.
+    """Return the configuration that describes an ONNX model; `max_batch_size` is 0 for one without a batch dimension.
 
     Dims are without the batch dimension, whole shapes where there is none, and -1 for any size. Triton refuses empty dims: a
     tensor with only the batch dimension gets dims `[1]` reshaped to none; a scalar gets dims `[1]` and no reshape, which Triton
@@ -65,7 +65,7 @@ def read_config(content: bytes, path: str) -> ModelConfig:
 
 
 def write_config(config: ModelConfig) -> bytes:
-    """The configuration as the text of a config.pbtxt."""
+    """Return the configuration as the text of a config.pbtxt."""
     return text_format.MessageToString(config).encode()
 
 

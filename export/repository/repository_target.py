@@ -74,7 +74,7 @@ class RepositoryTarget:
 
     @contextmanager
     def _folder(self) -> Iterator[Path]:
-        """The repository's folder, or a likeness of the stored one."""
+        """Yield the repository's folder, or a likeness of the stored one."""
         if self._stored is None:
             yield Path(self.repository)
         else:
@@ -91,7 +91,7 @@ class RepositoryTarget:
 
     @contextmanager
     def file(self) -> Iterator[Path]:
-        """A temporary file, on the repository's disk if it has one; a missing repository is not created yet."""
+        """Yield a temporary file, on the repository's disk if it has one; a missing repository is not created yet."""
         folder = Path(tempfile.gettempdir()) if self._stored is not None else Path(self.repository).absolute()
         try:
             while not folder.is_dir():

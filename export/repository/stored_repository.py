@@ -43,7 +43,7 @@ class StoredRepository:
 
     @contextmanager
     def likeness(self, name: str) -> Iterator[Path]:
-        """A temporary folder with the model's version numbers, configuration and labels, and without its versions' files.
+        """Yield a temporary folder with the model's version numbers, configuration and labels, and without its versions' files.
 
         Errors name the URL in place of the folder.
 
@@ -65,7 +65,7 @@ class StoredRepository:
             yield Path(made)
 
     def latest(self, name: str) -> onnx.ModelProto | None:
-        """The newest readable version without its weights, of which nothing is read; None where there is none.
+        """Return the newest readable version without its weights, of which nothing is read; None where there is none.
 
         Raises:
             ExportError: The store cannot be read.

@@ -103,7 +103,7 @@ def bound_files(twin: ModelFile | None, task: Task | None, recorded: bytes = b""
 
 
 def labels_file(task: Task | None) -> bytes:
-    """The text of a task's labels file; empty where it has no labels."""
+    """Return the text of a task's labels file; empty where it has no labels."""
     return "".join(f"{label}\n" for label in task.labels).encode() if task is not None else b""
 
 

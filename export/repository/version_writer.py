@@ -114,7 +114,7 @@ def config_of_version(
     has_twin: bool = False,
     task: Task | None = None,
 ) -> ModelConfig:
-    """The configuration that a new model gets; see `write_model_version`, and `require_addable` for errors."""
+    """Return the configuration that a new model gets; see `write_model_version`, and `require_addable` for errors."""
     config = require_addable(repository, name, model, version=version, max_batch_size=max_batch_size)
     if has_twin:
         config.parameters["halfserve.fp32_twin"].string_value = FP32_TWIN
@@ -269,7 +269,7 @@ def require_same_network(repository: Path | str, name: str, source: ModelFile, e
 
 
 def latest_version(folder: Path) -> onnx.ModelProto | None:
-    """The newest readable version in a model's folder, without its weights; None where there is none."""
+    """Return the newest readable version in a model's folder, without its weights; None where there is none."""
     try:
         numbers = [int(entry.name) for entry in folder.iterdir() if entry.name.isascii() and entry.name.isdigit()]
     except OSError:
@@ -287,5 +287,5 @@ def _factory(model: onnx.ModelProto) -> str:
 
 
 def _shapes(model: onnx.ModelProto) -> set[tuple[int, ...]]:
-    """The shapes of all matrices and larger tensors; the conversion folds and adds vectors and scalars."""
+    """Return the shapes of all matrices and larger tensors; the conversion folds and adds vectors and scalars."""
     return {tuple(tensor.dims) for tensor in model.graph.initializer if len(tensor.dims) > 1}

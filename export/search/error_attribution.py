@@ -276,7 +276,7 @@ class Reasons:
         self._measured, self._edges, self._constants = measured, edges, constants
 
     def of(self, name: str) -> str:
-        """The strongest reason to keep a node in float32."""
+        """Return the strongest reason to keep a node in float32."""
         return next(self._all(self._nodes[name]), "the budget breaks without it")
 
     def _all(self, node: onnx.NodeProto) -> Iterator[str]:

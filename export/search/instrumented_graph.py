@@ -93,7 +93,7 @@ class GraphBuilder:
         return self.add("Where", self._is_finite(x), self.add("Abs", x), self.constant(0.0))
 
     def largest(self, x: str) -> str:
-        """The largest element, shape (1,); minus infinity of an empty value."""
+        """Return the largest element, shape (1,); minus infinity of an empty value."""
         return self.add("ReduceMax", self.add("Reshape", x, self.constant([-1], np.int64)), keepdims=1)
 
     def copy(
@@ -120,7 +120,7 @@ class GraphBuilder:
 
 
 def captured(node: onnx.NodeProto) -> list[str]:
-    """Names of outer values that a node's graphs use, in order of first use."""
+    """Return names of outer values that a node's graphs use, in order of first use."""
     names: dict[str, None] = {}
     for graph in bodies(node):
         own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
@@ -241,7 +241,7 @@ class _Writer:
         self.results.append(self.builder.largest(elements))
 
     def _edge(self, name: str, *, half: bool) -> tuple[str, str]:
-        """A value of the half path, raw and healed, as a node consumes it."""
+        """Return a value of the half path, raw and healed, as a node consumes it."""
         path = self._path.get(name, (name, name))
         if not half or name in self._is_rounded:
             return path

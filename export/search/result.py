@@ -86,7 +86,7 @@ class SearchResult:
     explanation: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The result as JSON types, without plots; NaN and infinities become strings."""
+        """Return the result as JSON types, without plots; NaN and infinities become strings."""
         plain: dict[str, Any] = json_values(asdict(self))
         for output in plain["outputs"]:
             del output["plot"]

@@ -53,7 +53,7 @@ class SearchedModel:
     made: frozenset[str] = frozenset()
 
     def present(self, names: Collection[str]) -> list[str]:
-        """The names that exist in the model when a conversion keeps all of them.
+        """Return the names that exist in the model when a conversion keeps all of them.
 
         A repair skips kept nodes, so a node that it would have made, such as a Clip before a cube, is then absent.
         """

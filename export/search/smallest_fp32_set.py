@@ -138,7 +138,7 @@ class _Search:
         return ("complete", True) if minimal else (self._trials.usage.reached or "complete", False)
 
     def _passes(self, names: frozenset[str]) -> bool:
-        """Whether a set is within budget; a set that cannot be converted is not, so that earlier results are kept."""
+        """Return whether a set is within budget; a set that cannot be converted is not, so that earlier results are kept."""
         try:
             return self._trials.run(names).passed
         except ExportError as error:
@@ -146,7 +146,7 @@ class _Search:
             return False
 
     def _ranked(self, members: list[str]) -> list[tuple[str, ...]]:
-        """The candidates outside a set, ranked by the errors that remain when the set stays float32."""
+        """Return the candidates outside a set, ranked by the errors that remain when the set stays float32."""
         if self._trials.usage.reached == "max_minutes":  # a measurement takes as long as several runs
             raise OutOfRunsError
         rest = [name for name in self._candidates if name not in set(members)]
@@ -218,7 +218,7 @@ class _Search:
 
 
 def _breaks(measured: RoundingErrors, trial: SearchTrial) -> bool:
-    """Whether overflows matter: they reach an output, or the output's error exceeds what finite errors explain.
+    """Return whether overflows matter: they reach an output, or the output's error exceeds what finite errors explain.
 
     Many overflows are harmless, such as a mask before a softmax.
     """
@@ -227,7 +227,7 @@ def _breaks(measured: RoundingErrors, trial: SearchTrial) -> bool:
 
 
 def seeds_of(record: Record, searched: SearchedModel) -> list[str]:
-    """Nodes of modules whose forward pass exceeded float16's range or was pinned to float32, in the graph's order.
+    """Return nodes of modules whose forward pass exceeded float16's range or was pinned to float32, in the graph's order.
 
     A consumer of an overflowing value must stay float32 too, so the nodes right after an overflowing module are included.
     """
@@ -252,7 +252,7 @@ def _base(op: str) -> str:
 
 
 def _is_in(module: str | None, modules: set[str], *, deep: bool) -> bool:
-    """Whether a node's module is, or with `deep` lies within, one of the modules; the recorded root is "."."""
+    """Return whether a node's module is, or with `deep` lies within, one of the modules; the recorded root is "."."""
     if module is None:
         return False
     own = module or "."
@@ -278,7 +278,7 @@ def _unfinished(ending: Ending, settings: PipelineSettings) -> str:
 
 
 def _hopeless(settings: PipelineSettings, trials: Trials, whole: SearchTrial, candidates: Collection[str]) -> str:
-    """Why even the set of all candidates is over budget."""
+    """Explain why even the set of all candidates is over budget."""
     if not candidates:
         return "every node that could stay float32 already does"
     if not whole.violations:

@@ -213,7 +213,7 @@ class Trials:
             yield "gpu", on_gpu
 
     def _verdict(self, compared: Comparison, execution: str, answer: RunResult, risks: Sequence[Risk] = ()) -> PrecisionVerdict:
-        """The verdict that `verify` would give on one execution."""
+        """Return the verdict that `verify` would give on one execution."""
         judged = judge_results(compared, {execution: answer}, self._budget)
         return PrecisionVerdict(
             budget=self._budget,

@@ -58,7 +58,7 @@ MAY_HAVE_SEVERAL_LABELS = ("text-classification", "image-classification")
 
 
 def open_hugging_face(folder: Path, options: SourceOptions) -> Source:
-    """The model in a folder that `save_pretrained` of transformers or sentence-transformers wrote.
+    """Return the model in a folder that `save_pretrained` of transformers or sentence-transformers wrote.
 
     The folder holds config.json, the weights, and the files of what prepares the inputs. The task follows from the architecture
     where none is asked for.
@@ -183,7 +183,7 @@ def _require_whole_weights(folder: Path) -> None:
 
 
 def _unexpected(network: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """The weights that belong into a part that the network has, such as one more layer; heads for other tasks do not."""
+    """Return the weights that belong into a part that the network has, such as one more layer; heads for other tasks do not."""
     prefix = f"{network.base_model_prefix}."
     parts = {name for module in (network, network.base_model) for name, _ in module.named_children()}
     return sorted(n for n in names if n.endswith(".weight") and n.removeprefix(prefix).partition(".")[0] in parts)
@@ -274,7 +274,7 @@ def _image_processor(folder: Path, *, trusted: bool) -> Any:
 
 
 def _as_processed(processor: Any, preprocessing: Preprocessing) -> tuple[PicturePreparation, LibraryPreparation]:
-    """An image processor's preparation of pictures, and the processor itself as a function."""
+    """Return an image processor's preparation of pictures, and the processor itself as a function."""
     if processor is None:
         raise ValueError("transformers cannot load the folder's image processor")
     preparation = of_transformers(processor, preprocessing.height, preprocessing.width)
@@ -303,7 +303,7 @@ def _audio_source(folder: Path, options: SourceOptions, network: PreTrainedModel
 
 
 def _preparation(folder: Path, part: str, inputs: str) -> tuple[Path, Mapping[str, Any]]:
-    """The file that says how inputs are prepared, and what it says; newer folders hold it as a part of another."""
+    """Return the file that says how inputs are prepared, and what it says; newer folders hold it as a part of another."""
     path = folder / "preprocessor_config.json"
     whole = folder / "processor_config.json"
     if not path.is_file() and whole.is_file():
@@ -323,7 +323,7 @@ def _unprepared(path: Path, inputs: str, error: Exception) -> ExportError:
 
 
 def _tokens(folder: Path, count: int) -> tuple[str, ...]:
-    """The tokens of a CTC model by their number; none where its vocabulary is not a plain table."""
+    """Return the tokens of a CTC model by their number; none where its vocabulary is not a plain table."""
     try:
         content = json.loads((folder / "vocab.json").read_text("utf-8"))
         names = {int(index): str(token) for token, index in content.items()}

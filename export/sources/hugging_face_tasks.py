@@ -75,7 +75,7 @@ PER_TOKEN = frozenset({"feature-extraction", "token-classification"})
 
 
 def task_of(transformers: Any, config: PretrainedConfig, folder: Path, asked: str | None) -> str:
-    """The task of a folder's model: the one that is asked for (`--task`), or the one that its architecture says.
+    """Return the task of a folder's model: the one that is asked for (`--task`), or the one that its architecture says.
 
     Raises:
         UsageError: The task is not known, not one that this architecture has weights for, or cannot be told.
@@ -147,7 +147,7 @@ def _fits(kind: Kind, takes: frozenset[str]) -> bool:
 
 
 def _takes(architecture: Any) -> frozenset[str]:
-    """The kinds of input that an architecture's models accept, by its class; None if transformers has none."""
+    """Return the kinds of input that an architecture's models accept, by its class; None if transformers has none."""
     if architecture is None:
         return frozenset({TEXT, PICTURES})
     if hasattr(architecture, "get_image_features") and hasattr(architecture, "get_text_features"):

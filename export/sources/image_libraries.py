@@ -49,7 +49,7 @@ class _Classifier:
 
 
 def open_named_model(argument: str, options: SourceOptions) -> Source:
-    """The image classifier that `timm:NAME` or `torchvision:NAME` names, with the user's weights.
+    """Return the image classifier that `timm:NAME` or `torchvision:NAME` names, with the user's weights.
 
     Images are prepared as for the weights that the library publishes under this name. The number of classes is the weights'.
 
@@ -71,7 +71,7 @@ def open_named_model(argument: str, options: SourceOptions) -> Source:
 
 
 def open_timm_folder(folder: Path, config: Mapping[str, Any], options: SourceOptions) -> Source:
-    """The image classifier in a folder that timm saved, or that its hub holds; its config.json names an `architecture`.
+    """Return the image classifier in a folder that timm saved, or that its hub holds; its config.json names an `architecture`.
 
     Raises:
         ExportError: timm is missing, does not know the architecture, or has not written config.json.
@@ -102,7 +102,7 @@ def _source(made: _Classifier, weights: Mapping[str, Tensor], options: SourceOpt
 
 
 def _classes(made: _Classifier, weights: Mapping[str, Tensor]) -> int | None:
-    """The number of classes of the weights; None where it is the network's own, or cannot be told.
+    """Return the number of classes of the weights; None where it is the network's own, or cannot be told.
 
     The classifier is taken to be the last weight with more than one dimension; the weights are checked when they are loaded.
     """

@@ -31,7 +31,7 @@ FACTORY_NAME = re.compile(r"\w[\w.]+:\w[\w.]*")
 
 
 def open_source(argument: str, options: SourceOptions) -> Source:
-    """The model that a command's argument names.
+    """Return the model that a command's argument names.
 
     Args:
         argument: `MODULE:FACTORY`, `timm:NAME`, `torchvision:NAME`, a Hugging Face folder, a checkpoint of `halfserve train`, a
@@ -137,7 +137,7 @@ def _rebuilt(checkpoint: Checkpoint, samples: int) -> tuple[nn.Module, Samples]:
 
 
 def _with_classes_only(model: nn.Module, samples: Samples) -> Samples:
-    """The samples, without labels where these are not classes of the model's first output (counts, for example)."""
+    """Return the samples, without labels where these are not classes of the model's first output (counts, for example)."""
     if samples.labels is None:
         return samples
     args, named = arguments_of(model, samples.inputs)

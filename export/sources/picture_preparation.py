@@ -37,7 +37,7 @@ TURNED = 6  # its value for a picture that lies on its side
 
 
 def of_transformers(processor: Any, height: int, width: int) -> PicturePreparation:
-    """How an image processor of transformers scales and cuts pictures to this size.
+    """Return how an image processor of transformers scales and cuts pictures to this size.
 
     Raises:
         KeyError, TypeError, ValueError: It does something else.
@@ -60,7 +60,7 @@ def of_transformers(processor: Any, height: int, width: int) -> PicturePreparati
 
 
 def of_timm(known: Mapping[str, Any], height: int, width: int) -> PicturePreparation:
-    """How timm's transform for evaluation, with these settings, scales and cuts pictures.
+    """Return how timm's transform for evaluation, with these settings, scales and cuts pictures.
 
     Raises:
         KeyError, TypeError, ValueError: It does something else.
@@ -172,7 +172,7 @@ def picture_samples(preprocessing: Preprocessing, options: SourceOptions) -> Sam
 
 
 def served_preparation(preprocessing: Preprocessing) -> dict[str, bytes]:
-    """The file of a version by which a server prepares pictures; none where their preparation is not known."""
+    """Return the file of a version by which a server prepares pictures; none where their preparation is not known."""
     return {} if preprocessing.pictures is None else {PREPROCESSING: preprocessing.pictures.to_bytes()}
 
 
@@ -193,7 +193,7 @@ def _crops(picture: Image) -> Iterator[Image]:
 
 
 def read_pictures(folder: Path, count: int) -> list[Image]:
-    """The first pictures of a folder, by name.
+    """Return the first pictures of a folder, by name.
 
     Raises:
         ExportError: It is no folder, has no picture, or one cannot be read.

@@ -23,7 +23,7 @@ OWN_EXAMPLES = "the samples are the program's own example inputs; give --samples
 
 
 def open_factory(factory: str, options: SourceOptions) -> Source:
-    """The module that `MODULE:FACTORY` makes, with the weights that are given, if any.
+    """Return the module that `MODULE:FACTORY` makes, with the weights that are given, if any.
 
     Raises:
         ExportError: The factory fails, or samples are missing or unreadable.
@@ -44,7 +44,7 @@ def open_factory(factory: str, options: SourceOptions) -> Source:
 
 
 def open_pickled_module(path: Path, options: SourceOptions) -> Source:
-    """The module that `torch.save(module)` wrote.
+    """Return the module that `torch.save(module)` wrote.
 
     Raises:
         ExportError: The user does not trust it, it cannot be read or is no module, or samples are missing or unreadable.
@@ -67,7 +67,7 @@ def open_pickled_module(path: Path, options: SourceOptions) -> Source:
 
 
 def open_exported_program(path: Path, options: SourceOptions) -> Source:
-    """The module of an exported program (.pt2), whose example inputs are the samples where no others are given.
+    """Return the module of an exported program (.pt2), whose example inputs are the samples where no others are given.
 
     Raises:
         ExportError: The file cannot be read, or brings no example inputs and no samples are given.

@@ -16,7 +16,7 @@ from halfserve.export.verification.samples import UNNAMED, read_array_file
 
 
 def read_arrays(path: Path, count: int) -> Tensor | dict[str, Tensor]:
-    """The first samples of an .npz, by the parameters of forward, or of an .npy, for a single parameter.
+    """Return the first samples of an .npz, by the parameters of forward, or of an .npy, for a single parameter.
 
     Raises:
         ExportError: It cannot be read, or an array has a type that torch does not have.
@@ -42,7 +42,7 @@ def read_arrays(path: Path, count: int) -> Tensor | dict[str, Tensor]:
 
 
 def read_sentences(path: Path) -> list[str]:
-    """The lines of a text file, empty ones left out.
+    """Return the lines of a text file, empty ones left out.
 
     Raises:
         ExportError: It cannot be read, is not UTF-8, or has no text.
@@ -66,7 +66,7 @@ SHORTEST_S = 0.1
 
 
 def clip_samples(options: SourceOptions, rate: int) -> Samples:
-    """The user's clips, cut to the shortest of them: float32 (clips, values), from -1 to 1.
+    """Return the user's clips, cut to the shortest of them: float32 (clips, values), from -1 to 1.
 
     They lie in a folder of .wav files of the model's sampling rate, in values per second, or in an .npy or .npz file.
 
@@ -109,7 +109,7 @@ def _array(path: Path, count: int) -> Tensor:
 
 
 def read_clip(path: Path, rate: int) -> Tensor:
-    """The mean of a .wav file's channels, float32 (values,), from -1 to 1.
+    """Return the mean of a .wav file's channels, float32 (values,), from -1 to 1.
 
     Raises:
         ExportError: It cannot be read, or is of another rate.

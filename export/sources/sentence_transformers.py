@@ -27,7 +27,7 @@ POOLINGS: dict[str, Pooling] = {
 
 
 def sentence_layers(folder: Path) -> tuple[Sequence[Pooling], Sequence[nn.Module]] | None:
-    """How the folder's modules.json pools tokens, and the layers that follow; None where there is no such file.
+    """Return how the folder's modules.json pools tokens, and the layers that follow; None where there is no such file.
 
     Raises:
         ExportError: A file cannot be read, or it names a module that is not known.

@@ -46,7 +46,7 @@ class Source:
 
 
 def factory_name(factory: str) -> str:
-    """The default name of a model made by `MODULE:FACTORY`: the last part of the module's name that is not generic.
+    """Return the default name of a model made by `MODULE:FACTORY`: the last part of the module's name that is not generic.
 
     `halfserve.examples.digits.model:model` is `digits`. Where every part is generic, it is the factory's name.
     """
@@ -56,12 +56,12 @@ def factory_name(factory: str) -> str:
 
 
 def repository_name(text: str) -> str:
-    """The text with what a repository's names may not hold replaced."""
+    """Return the text with what a repository's names may not hold replaced."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", text).lstrip("._-") or "model"
 
 
 def with_training(source: Source, weights: Path, network: nn.Module, *, prefix: str = "") -> Source:
-    """The source with the policy and the record that lie beside its weights, or in their checkpoint.
+    """Return the source with the policy and the record that lie beside its weights, or in their checkpoint.
 
     The weights are those of `network`, which the source's module is or contains. `prefix` stands before the network's names in
     the trained module: `net.` for a module that has the network as `net`.
@@ -87,7 +87,7 @@ def with_training(source: Source, weights: Path, network: nn.Module, *, prefix: 
 
 
 def _of_network(record: Record, prefix: str) -> Iterator[RecordEntry]:
-    """The entries of a network in a trained module, by the network's own names; all where there is no prefix."""
+    """Yield the entries of a network in a trained module, by the network's own names; all where there is no prefix."""
     for entry in record.entries:
         if not prefix:
             yield entry
@@ -98,7 +98,7 @@ def _of_network(record: Record, prefix: str) -> Iterator[RecordEntry]:
 
 
 def _below(place: str, name: str) -> str:
-    """The name of a network's module in the module that has the network at `place`."""
+    """Return the name of a network's module in the module that has the network at `place`."""
     if not place or name == OUTSIDE:
         return name
     return place if name == ROOT else f"{place}.{name}"

@@ -29,7 +29,7 @@ UNBOUNDED = 10**6  # tokens; transformers writes 10**30 for a tokenizer without 
 
 
 def read_tokenizer(transformers: Any, folder: Path, config: PretrainedConfig, *, trusted: bool) -> PreTrainedTokenizerFast:
-    """The tokenizer of a folder, with a token to pad with, which a `config` without `pad_token_id` gets too.
+    """Return the tokenizer of a folder, with a token to pad with, which a `config` without `pad_token_id` gets too.
 
     Raises:
         ExportError: There is none, it is written in Python alone, or it does not fit the model.
@@ -111,7 +111,7 @@ def text_samples(
 def served_tokenizer(
     tokenizer: PreTrainedTokenizerFast, network: PreTrainedModel, folder: Path, *, fixed_length: int | None
 ) -> bytes:
-    """A tokenizer.json for a server: `truncation` holds the most tokens that the model takes, as its folder says.
+    """Return a tokenizer.json for a server: `truncation` holds the most tokens that the model takes, as its folder says.
 
     `fixed_length` is the number of tokens of every text, which `padding` then has; None if texts may have any length.
     """
@@ -138,7 +138,7 @@ def served_tokenizer(
 
 
 def _most_tokens(tokenizer: PreTrainedTokenizerFast, network: PreTrainedModel, folder: Path) -> int | None:
-    """The most tokens of a text, special ones included; None where nothing bounds them."""
+    """Return the most tokens of a text, special ones included; None where nothing bounds them."""
     settings = network.config.get_text_config()
     bounds = [tokenizer.model_max_length, getattr(settings, "max_position_embeddings", None), _sentence_bound(folder)]
     for name, module in network.named_modules():
@@ -167,7 +167,7 @@ def _texts(options: SourceOptions) -> tuple[Sequence[str], str]:
 
 
 def padding_values(tokenizer: PreTrainedTokenizerFast, inputs: Iterable[str]) -> dict[str, int]:
-    """The padding value of each input at the end of a text; empty if texts have no mask, or are padded at the start."""
+    """Return the padding value of each input at the end of a text; empty if texts have no mask, or are padded at the start."""
     values = {
         "input_ids": tokenizer.pad_token_id,
         MASK: 0,

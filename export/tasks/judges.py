@@ -77,7 +77,7 @@ def judge_decoded(
 
 
 def _decoded(logits: Array, blank: int) -> Sequence[int]:
-    """The tokens of one clip, as CTC's greedy decoding takes them: runs joined, then blanks left out."""
+    """Return the tokens of one clip, as CTC's greedy decoding takes them: runs joined, then blanks left out."""
     best = logits.argmax(-1)
     starts = np.concatenate(([True], best[1:] != best[:-1]))
     found: Sequence[int] = best[starts & (best != blank)].tolist()
@@ -95,7 +95,7 @@ def _edits(before: Sequence[int], after: Sequence[int]) -> int:
 
 
 def _real_tokens(batches: Sequence[Feed], answers: Sequence[Array]) -> Array:
-    """The rows (tokens, size) of tokens that no mask leaves out."""
+    """Return the rows (tokens, size) of tokens that no mask leaves out."""
     rows = [
         answer[batch[MASK] != 0] if MASK in batch else answer.reshape(-1, answer.shape[-1])
         for batch, answer in zip(batches, answers, strict=True)

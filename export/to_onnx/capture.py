@@ -111,7 +111,7 @@ def _exported(
 
 
 def _holds_at_other_sizes(program: torch.export.ExportedProgram, tensors: tuple[Tensor, ...], dimensions: Dimensions) -> bool:
-    """Whether the graph's assertions hold when each size in turn is a little larger than in the example.
+    """Return whether the graph's assertions hold when each size in turn is a little larger than in the example.
 
     One size of three may fail: where two sizes coincide, the memory layout differs, which matters to torch and not to ONNX. A
     condition on the size itself (even, a multiple of 20) fails at more.
@@ -135,7 +135,7 @@ def _is_about_sizes(message: str) -> bool:
 
 
 def _with_the_models_limits(message: str, dimensions: Dimensions) -> Dimensions | None:
-    """The dimensions within the limits in torch's message; None if these are not new or the caller gave limits."""
+    """Return the dimensions within the limits in torch's message; None if these are not new or the caller gave limits."""
     narrowed = dimensions
     for name, (least, most) in _limits_in(message).items():
         if name in dimensions.free:
@@ -189,7 +189,7 @@ def _fixed_size(text: str) -> re.Match[str] | None:
 
 
 def limits_of(program: torch.export.ExportedProgram) -> dict[str, tuple[int, int | None]]:
-    """The smallest and the largest size of each symbol in the captured graph; None where no largest is known."""
+    """Return the smallest and the largest size of each symbol in the captured graph; None where no largest is known."""
     limits: dict[str, tuple[int, int | None]] = {}
     for symbol, values in program.range_constraints.items():
         lower: Any = values.lower
@@ -200,14 +200,14 @@ def limits_of(program: torch.export.ExportedProgram) -> dict[str, tuple[int, int
 
 
 def one_line(error: BaseException) -> str:
-    """The exception's type and the first line of its text."""
+    """Return the exception's type and the first line of its text."""
     text = _TERMINAL_COLOURS.sub("", str(error))
     first = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def root(error: BaseException) -> BaseException:
-    """The first exception of a chain of causes."""
+    """Return the first exception of a chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

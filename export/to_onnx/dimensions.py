@@ -33,11 +33,11 @@ class Dimensions:
     free: frozenset[str]
 
     def for_torch(self) -> tuple[dict[int, Any] | None, ...]:
-        """The `dynamic_shapes` of `torch.export.export`, one entry per input."""
+        """Return the `dynamic_shapes` of `torch.export.export`, one entry per input."""
         return tuple({axis: self.dims[name] for axis, name in axes.items()} or None for axes in self.axes)
 
     def limited(self, name: str, least: int, most: int | None) -> Dimensions:
-        """A copy with limits for one name."""
+        """Return a copy with limits for one name."""
         known = self.dims[name]
         dim = torch.export.Dim(name, min=least, max=most)
         return self if (dim.min, dim.max) == (known.min, known.max) else replace(self, dims={**self.dims, name: dim})
@@ -57,7 +57,7 @@ class Dimensions:
         return f"in the samples, more inputs have a size that is to vary, and theirs stays fixed; try {' '.join(options)} too"
 
     def _sizes(self, call: ForwardCall) -> dict[str, int]:
-        """The size of each dimension in the example."""
+        """Return the size of each dimension in the example."""
         return {
             name: tensor.shape[axis]
             for tensor, axes in zip(call.tensors, self.axes, strict=True)
@@ -78,7 +78,7 @@ class Dimensions:
         return tensors
 
     def enlarged(self, tensors: Sequence[Tensor], name: str, more: int) -> tuple[Tensor, ...]:
-        """The tensors with `more` steps of elements, repeated from the front, along every axis of that name."""
+        """Return the tensors with `more` steps of elements, repeated from the front, along every axis of that name."""
         rows, grown = more * step_of(self.dims[name]), []
         for tensor, axes in zip(tensors, self.axes, strict=True):
             larger = tensor
@@ -126,7 +126,7 @@ def dimensions(call: ForwardCall, dynamic_shapes: Any) -> tuple[Dimensions, tupl
 
 
 def step_of(dim: Any) -> int:
-    """The step of a size: 4 for `4 * torch.export.Dim(...)`."""
+    """Return the step of a size: 4 for `4 * torch.export.Dim(...)`."""
     rule = getattr(dim, "fn", None)
     return 1 if rule is None else int(rule(2)) - int(rule(1))
 
@@ -138,13 +138,13 @@ def step_in(size: str) -> int:
 
 
 def base_name(size: str) -> str:
-    """The name `height` in "4*height"."""
+    """Return the name `height` in "4*height"."""
     found = _MULTIPLE.fullmatch(size)
     return found[2] if found is not None else size
 
 
 def _named(name: str, step: int, known: Any) -> Any:
-    """The dimension of a name, which another axis may have defined, bare or as a multiple."""
+    """Return the dimension of a name, which another axis may have defined, bare or as a multiple."""
     if known is not None and (step == 1 or step == step_of(known)):
         return known
     if known is not None and step_of(known) > 1:

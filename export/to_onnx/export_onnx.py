@@ -209,7 +209,7 @@ def _check(model: onnx.ModelProto | str) -> None:
 
 
 def _is_about_rounded_sizes(message: str) -> bool:
-    """Whether the checker's only complaint is image sizes that differ by one from those of torch and the runtimes.
+    """Return whether the checker's only complaint is image sizes that differ by one from those of torch and the runtimes.
 
     The checker rounds 10 * 0.7 to 6 where they round to 7, and counts windows in the padding that they omit.
     """

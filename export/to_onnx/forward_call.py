@@ -101,7 +101,7 @@ def _arguments(inputs: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...],
 
 
 def _parameters(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Names of the parameters that take the positional arguments."""
+    """Return names of the parameters that take the positional arguments."""
     signature = inspect.signature(module.forward)
     try:
         signature.bind(*args, **kwargs)
@@ -137,7 +137,7 @@ def _unfit(name: str, leaf: Any) -> str:
 
 
 def named_tensors(result: Any) -> list[tuple[str, Tensor]]:
-    """The tensors of a model's result with their names, in order.
+    """Return the tensors of a model's result with their names, in order.
 
     A lone tensor is `output`; members of tuples and lists are `output_0`, `output_1`, ...; those of dicts, named tuples and
     dataclasses have their own names; nested ones are joined by a dot. None is left out. The layers of a key-value cache, as
@@ -169,7 +169,7 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
 
 
 def _members(value: Any) -> list[tuple[str, Any]] | None:
-    """The named parts of a container; None if it is no container."""
+    """Return the named parts of a container; None if it is no container."""
     if isinstance(value, Mapping):
         return [(str(key), member) for key, member in value.items()]
     names = getattr(value, "_fields", None)
@@ -183,7 +183,7 @@ def _members(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _cache_members(value: Any) -> list[tuple[str, Any]] | None:
-    """The layers of a transformers cache, recognised by attributes: transformers is not a dependency."""
+    """Return the layers of a transformers cache, recognised by attributes: transformers is not a dependency."""
     if hasattr(value, "self_attention_cache") and hasattr(value, "cross_attention_cache"):
         pairs = (("decoder", value.self_attention_cache), ("encoder", value.cross_attention_cache))
         members = [(kind, _cache_members(cache) or []) for kind, cache in pairs]

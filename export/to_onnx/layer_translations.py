@@ -58,7 +58,7 @@ def _conv3d(x: Any, weight: Any, bias: Any = None, *rest: Any, **named: Any) -> 
 
 
 def _avg_pool(averaged: Callable[..., Any], axes: int) -> Callable[..., Any]:
-    """An average over windows, which a divisor of the caller's may replace: then it is times window size / divisor."""
+    """Return an average over windows, which a divisor of the caller's may replace: then it is times window size / divisor."""
 
     def average(
         x: Any,
@@ -177,7 +177,7 @@ def _fits_one_node(query: Any, key: Any, value: Any, *, grouped: bool) -> bool:
 
 
 def _broadcast_mask(mask: Any, query: Any, key: Any) -> Any:
-    """The mask broadcast to every query and key, which ONNX Runtime does not do."""
+    """Return the mask broadcast to every query and key, which ONNX Runtime does not do."""
     if mask is None or tuple(mask.shape[-2:]) == (query.shape[2], key.shape[2]):
         return mask
     pairs = op.Concat(op.Shape(query, start=2, end=3), op.Shape(key, start=2, end=3), axis=0)

@@ -107,7 +107,7 @@ def _distance(one: Any, other: Any) -> Any:
 
 
 def _logcumsumexp(x: Any, dim: int) -> Any:
-    """A scan in steps of 1, 2, 4, ...: each adds the sum that ends that many places before.
+    """Return a scan in steps of 1, 2, 4, ...: each adds the sum that ends that many places before.
 
     torch's translation subtracts the largest element first; a prefix that is 104 smaller vanishes, and its logarithm is -inf.
     """
@@ -161,7 +161,7 @@ class TranslatableForms(TorchFunctionMode):
 
 
 def _angle(x: Any) -> Any:
-    """The angle of a real number: pi below 0. torch's translation casts pi to the type of x, to 3 for whole numbers."""
+    """Return the angle of a real number: pi below 0. torch's translation casts pi to the type of x, to 3 for whole numbers."""
     if not x.dtype.is_floating_point():
         x = op.Cast(x, to=onnx_ir.DataType.FLOAT)
         x.dtype = onnx_ir.DataType.FLOAT

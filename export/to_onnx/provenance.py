@@ -49,7 +49,7 @@ def provenance(
 
 
 def source_hash(module: nn.Module) -> str:
-    """SHA-256 in hexadecimal over the source text of the classes of all modules in a model.
+    """Return SHA-256 in hexadecimal over the source text of the classes of all modules in a model.
 
     torch's own classes count by name: torch's version has its own entry. So do classes without readable source (typed at a
     prompt).
@@ -143,7 +143,7 @@ class _FileNames:
         self.source = cache(self._source)
 
     def _source(self, stack_trace: str) -> str | None:
-        """The innermost frame outside torch and this package, else the innermost of all."""
+        """Return the innermost frame outside torch and this package, else the innermost of all."""
         frames = [(file, line, self._modules.get(file, "")) for file, line in _FRAME.findall(stack_trace)]
         theirs = [frame for frame in frames if not f"{frame[2]}.".startswith(_LIBRARY)]
         for file, line, module in (theirs or frames)[-1:]:

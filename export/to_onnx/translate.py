@@ -22,7 +22,7 @@ from halfserve.export.to_onnx.operator_translations import operator_translations
 
 
 def without(op_type: str, number: float) -> pattern.RewriteRule:
-    """The rule that removes an operator whose second operand is exactly this number.
+    """Return the rule that removes an operator whose second operand is exactly this number.
 
     onnxscript's own rules take 1e-8 for 0 and 1.00001 for 1: they would remove the epsilons that guard divisions.
     """
@@ -52,7 +52,7 @@ _REWRITES = (
 
 
 def translated(program: torch.export.ExportedProgram, *, inputs: int, outputs: int, opset_version: int | None) -> onnx_ir.Model:
-    """The graph in ONNX, as torch's exporter makes it. Weights are still torch's tensors, not copies.
+    """Return the graph in ONNX, as torch's exporter makes it. Weights are still torch's tensors, not copies.
 
     `inputs` and `outputs` are their numbers; None for the opset of the default domain is torch's choice.
 
@@ -147,7 +147,7 @@ def _is_matrix_of_weights(value: onnx_ir.Value | None) -> bool:
 
 
 def _order(node: onnx_ir.Node | None) -> tuple[int, ...] | None:
-    """The order of a Transpose that keeps the last of three or more axes."""
+    """Return the order of a Transpose that keeps the last of three or more axes."""
     order = node.attributes.get_ints("perm") if node is not None and node.op_type == "Transpose" else None
     return tuple(order) if order and len(order) > 2 and order[-1] == len(order) - 1 else None
 

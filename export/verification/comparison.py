@@ -94,14 +94,14 @@ class Comparison:
         self.output_units = units_by_output(self.outputs, self.expected, half)
 
     def of(self, candidate: ModelFile) -> Comparison:
-        """A comparison of another candidate that shares reference, batches and answers."""
+        """Return a comparison of another candidate that shares reference, batches and answers."""
         other = copy(self)
         other.candidate = candidate
         vars(other).pop("path", None)
         return other
 
     def in_precision(self, half: HalfType) -> Comparison:
-        """A comparison of the same candidate computed in another type."""
+        """Return a comparison of the same candidate computed in another type."""
         other = copy(self)
         other.half = half
         other.output_units = units_by_output(self.outputs, self.expected, half)
@@ -113,7 +113,7 @@ class Comparison:
         return on_disk(self.candidate, self.sandbox)
 
     def user_answers(self, execution: str, answer: RunResult) -> list[list[Value]]:
-        """An execution's answers to the user's batches.
+        """Return an execution's answers to the user's batches.
 
         Raises:
             ExportError: The model crashed, was refused, or failed on a batch.
@@ -123,7 +123,7 @@ class Comparison:
         return whole(answer.batches[: self._user_batches], f"the {self.half.short} model ({execution})")
 
     def case_answers(self, answer: RunResult) -> tuple[list[Value] | str, ...]:
-        """An execution's answers to the adversarial batches; batches after a crash hold its text."""
+        """Return an execution's answers to the adversarial batches; batches after a crash hold its text."""
         reached = answer.batches[self._user_batches :]
         missing = len(self.staged) - self._user_batches - len(reached)
         return (*reached, *([answer.trouble or "not run"] * missing))
@@ -140,13 +140,13 @@ class Comparison:
         return replace(judged, verdicts=(replace(first, violations=(*first.violations, *broken), task=figures), *others))
 
     def on_cuda(self) -> RunResult | None:
-        """The candidate's result on a GPU, as the server runs it; None where ONNX Runtime cannot use one."""
+        """Return the candidate's result on a GPU, as the server runs it; None where ONNX Runtime cannot use one."""
         options = product_options(self.candidate.outline)
         answer = self.sandbox.run(self.path, self.staged, level=LEVELS[0], provider=CUDA, options=options)
         return answer if CUDA in answer.providers or answer.crash else None
 
     def second_run(self) -> list[list[Value]]:
-        """A second run of the reference on the user's batches; answers differ where it keeps state or is random.
+        """Return a second run of the reference on the user's batches; answers differ where it keeps state or is random.
 
         An ONNX reference is not run again: it has no state, and ONNX Runtime draws the same numbers in every process.
         """
@@ -155,11 +155,11 @@ class Comparison:
         return whole(self._reference_answers(self.batches, self.staged[: self._user_batches]), "the reference model")
 
     def on_rounded_inputs(self) -> list[list[Value]]:
-        """The reference's answers to the user's batches with their floats rounded to the half type; see `answers_to`."""
+        """Return the reference's answers to the user's batches with their floats rounded to the half type; see `answers_to`."""
         return self.answers_to([{name: self.half.rounded(array) for name, array in batch.items()} for batch in self.batches])
 
     def answers_to(self, batches: Sequence[Feed]) -> list[list[Value]]:
-        """The reference's answers to other batches; an ExportError where it fails on one."""
+        """Return the reference's answers to other batches; an ExportError where it fails on one."""
         return whole(self._reference_answers(batches, self.sandbox.stage(batches)), "the reference model")
 
     def at_another_level(self) -> Iterator[list[list[Value]]]:
@@ -204,7 +204,7 @@ def whole(answers: Sequence[list[Value] | str], who: str) -> list[list[Value]]:
 
 
 def _outputs(graph: onnx.GraphProto, *, vectors: bool) -> list[ComparedOutput]:
-    """The graph's outputs; `vectors`: whether a task judges the first one's rows as a whole."""
+    """Return the graph's outputs; `vectors`: whether a task judges the first one's rows as a whole."""
     dependent = data_dependent_values(graph)
     return [
         ComparedOutput(name=value.name, data_dependent=value.name in dependent, vector=vectors and index == 0)
@@ -213,7 +213,7 @@ def _outputs(graph: onnx.GraphProto, *, vectors: bool) -> list[ComparedOutput]:
 
 
 def data_dependent_values(graph: onnx.GraphProto) -> set[str]:
-    """Names of values whose shape may depend on the data: all that derive from a node such as NonZero."""
+    """Return names of values whose shape may depend on the data: all that derive from a node such as NonZero."""
     dependent: set[str] = set()
     for node in graph.node:
         if node.op_type in _SOURCES or not dependent.isdisjoint(node.input) or any(map(_has_source, bodies(node))):
@@ -256,7 +256,7 @@ def allow_reference_noise(comparison: Comparison, budget: Budget) -> tuple[str, 
 
 
 def _nudged(comparison: Comparison) -> Iterator[Sequence[dict[str, Array]]]:
-    """The user's batches with every float32 number moved by a few steps at random."""
+    """Yield the user's batches with every float32 number moved by a few steps at random."""
     for seed in range(NUDGES):
         random = np.random.default_rng(seed)
         yield [{name: _steps_away(array, random) for name, array in batch.items()} for batch in comparison.batches]
@@ -274,7 +274,7 @@ def _steps_away(array: Array, random: np.random.Generator) -> Array:
 def _noise(
     index: int, units: ErrorUnits, expected: Sequence[list[Value]], moved: Sequence[Sequence[list[Value]]]
 ) -> tuple[float, ...]:
-    """The largest change of one output, per kind of columns."""
+    """Return the largest change of one output, per kind of columns."""
     largest = [0.0] * (len(units.kinds) or 1)
     for answers in moved:
         for batch, other in zip(expected, answers, strict=True):

@@ -48,7 +48,7 @@ class Criteria:
     cuda: bool | None = None
 
     def budget_of(self, dtype: HalfName) -> Budget:
-        """The limits for a model of this type."""
+        """Return the limits for a model of this type."""
         return self.budget[dtype] if isinstance(self.budget, Mapping) else self.budget
 
 

@@ -45,7 +45,7 @@ LARGEST_SPLIT = 2.0**100  # larger numbers would overflow in between, and stay a
 
 
 def attention_in_parts(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with the operators that define Attention in its place; the model itself where there is none."""
+    """Return the model with the operators that define Attention in its place; the model itself where there is none."""
     if not any(node.op_type == "Attention" and node.domain in _ONNX for node in all_nodes(model)):
         return model
     known = {name for graph in all_graphs(model) for node in graph.node for name in node.output}
@@ -75,7 +75,7 @@ class CudaKernels:
     has_tf32: bool
 
     def steps(self, node: onnx.NodeProto, numbers: Iterator[int]) -> list[onnx.NodeProto]:
-        """The steps of a half-precision activation; [] for any other node. `numbers` is that of `kernel_steps`."""
+        """Return the steps of a half-precision activation; [] for any other node. `numbers` is that of `kernel_steps`."""
         build = _ACTIVATIONS.get(node.op_type) if node.domain in (*_ONNX, "com.microsoft") else None
         if build is None or self.opset < FIRST_OPSET:
             return []
@@ -85,7 +85,7 @@ class CudaKernels:
         return steps.nodes
 
     def products(self, node: onnx.NodeProto, is_float32: Callable[[str], bool], numbers: Iterator[int]) -> list[onnx.NodeProto]:
-        """A float32 product behind the steps that round its operands to TF32; any other node itself."""
+        """Return a float32 product behind the steps that round its operands to TF32; any other node itself."""
         if not self.has_tf32 or self.opset < FIRST_OPSET or node.domain not in _ONNX or node.op_type not in TF32_INPUTS:
             return [node]
         narrow = onnx.NodeProto()
@@ -109,11 +109,11 @@ class _Steps(NodeSteps):
         self.x = node.input[0]
 
     def number(self, value: float) -> str:
-        """A constant, rounded to the half type as kernels cast it."""
+        """Return a constant, rounded to the half type as kernels cast it."""
         return self._float32(float(self._half.rounded(np.array(value, np.float32))))
 
     def attribute(self, name: str) -> str:
-        """The number of an attribute, or its default."""
+        """Return the number of an attribute, or its default."""
         value = self.attributes.get(name)
         if value is None and not self.node.domain.startswith("com."):
             schema = defs.get_schema(self.node.op_type, self.opset, "")
@@ -147,7 +147,7 @@ class _Steps(NodeSteps):
         return self.add("Max", self.add("Min", line, self.number(1)), self.number(0))
 
     def tf32(self, name: str) -> str:
-        """A float32 value rounded to 11 significant bits by Dekker's splitting."""
+        """Return a float32 value rounded to 11 significant bits by Dekker's splitting."""
         wide = self.add("Mul", name, self._float32(SPLITTER))
         upper = self.add("Sub", wide, self.add("Sub", wide, name))
         return self.add("Where", self.add("Less", self.add("Abs", name), self._float32(LARGEST_SPLIT)), upper, name)

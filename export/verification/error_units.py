@@ -76,7 +76,7 @@ class ErrorUnits:
         return max(self.kinds, key=lambda kind: len(indices_of(kind)), default=None)
 
     def fits(self, array: Array) -> bool:
-        """Whether an array has the axis and the columns of the kinds."""
+        """Return whether an array has the axis and the columns of the kinds."""
         columns = sum(len(indices_of(kind)) for kind in self.kinds)
         return self.axis is not None and array.ndim > self.axis and array.shape[self.axis] == columns
 
@@ -92,7 +92,7 @@ class ErrorUnits:
 
 
 def recorded_units(figures: ErrorFigures, half: HalfType = FP16) -> ErrorUnits:
-    """The units that figures were measured in."""
+    """Return the units that figures were measured in."""
     return ErrorUnits(scale=figures.scale, unit=figures.unit, axis=figures.axis, kinds=figures.kinds, half=half)
 
 
@@ -140,7 +140,7 @@ def indices_of(kind: ColumnKind) -> Array:
 
 
 def sums_to_one(parts: Sequence[Array], axis: int, columns: Array) -> bool:
-    """Whether columns hold a probability distribution: values in [0, 1] with a sum of 1 at every place."""
+    """Return whether columns hold a probability distribution: values in [0, 1] with a sum of 1 at every place."""
     for part in parts:
         rows = by_column(part, axis)[:, columns]
         if not ((rows >= 0) & (rows <= 1)).all() or not np.allclose(rows.sum(axis=1), 1, atol=_SUM_TOLERANCE):
@@ -211,12 +211,12 @@ def _kind(columns: Sequence[int], group: Sequence[_Entry], whole: ErrorUnits, *,
 
 
 def _floored(magnitude: float, extent: float, floor: float) -> float:
-    """The larger of the magnitude and the floor, where the floor is at most the extent; the floor where both are 0."""
+    """Return the larger of the magnitude and the floor, where the floor is at most the extent; the floor where both are 0."""
     return max(magnitude, min(floor, extent)) or floor
 
 
 def _entries(parts: Sequence[Array], axis: int) -> tuple[list[_Entry], list[int], int]:
-    """The columns by decreasing magnitude, the columns of zeros, and the count of values in each column."""
+    """Return the columns by decreasing magnitude, the columns of zeros, and the count of values in each column."""
     tables = [by_column(part, axis) for part in parts]
     finite = [np.isfinite(table) for table in tables]
     lows = np.min([np.where(f, t, np.inf).min(axis=0, initial=np.inf) for t, f in zip(tables, finite, strict=True)], axis=0)
@@ -246,7 +246,7 @@ def _log_probabilities(parts: Sequence[Array], axis: int) -> bool:
 
 
 def by_column(part: Array, axis: int) -> Array:
-    """The array as a table [places, columns], one column for each index along the axis."""
+    """Return the array as a table [places, columns], one column for each index along the axis."""
     table: Array = np.moveaxis(part, axis, -1).reshape(-1, part.shape[axis])
     return table
 

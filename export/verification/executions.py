@@ -118,7 +118,7 @@ def run_as_on_cuda(candidate: ModelFile, sandbox: Sandbox, batches: Sequence[Sta
 
 
 def gpu_is_there() -> bool:
-    """Whether ONNX Runtime has the CUDA provider and the system has a device.
+    """Return whether ONNX Runtime has the CUDA provider and the system has a device.
 
     The GPU build of ONNX Runtime lists the provider on every machine, and falls back to the CPU where there is no GPU.
     """

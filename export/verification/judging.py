@@ -128,7 +128,7 @@ def _remarks(figures: ErrorFigures, budget: Budget, half: HalfType) -> Iterator[
 
 
 def _evidence(figures: ErrorFigures, budget: Budget, half: HalfType) -> Iterator[str]:
-    """Reasons why the reference's choices are no evidence; the same text in every execution."""
+    """Yield reasons why the reference's choices are no evidence; the same text in every execution."""
     if figures.nan_rows and not figures.mostly_nan:
         yield (
             f"float32 itself answers {figures.nan_rows} of {figures.all_rows} rows with NaN: these are left out, and the "
@@ -179,7 +179,7 @@ def _offsets(pairs: Sequence[tuple[Array, Array]], half: HalfType) -> Iterator[s
 
 
 def _columns_apart(pairs: Sequence[tuple[Array, Array]], figures: ErrorFigures) -> Iterator[str]:
-    """A column that is the largest in every row and so much larger that the choices are judged without it."""
+    """Yield a column that is the largest in every row and so much larger that the choices are judged without it."""
     alone = [first for kind in figures.kinds for first, last in kind.columns if len(kind.columns) == 1 and first == last]
     if figures.axis is None or not figures.rows or not alone:
         return
@@ -213,7 +213,7 @@ def plot_of(pairs: Sequence[tuple[Array, Array]], unit: float) -> Plot | None:
 
 
 def _plotted_places(reference: Array, error: Array) -> Array:
-    """Indices of the largest errors, the largest values and an even selection, in order."""
+    """Return indices of the largest errors, the largest values and an even selection, in order."""
     if reference.size <= PLOT_POINTS:
         return np.arange(reference.size)
     share = PLOT_POINTS // 3
@@ -272,7 +272,7 @@ def _pairs(output: ComparedOutput, values: Sequence[tuple[Value, Value]]) -> tup
 
 
 def _empty(array: Array) -> tuple[Array, Array]:
-    """The common part of an answer that only one model gives: nothing, of its dtype."""
+    """Return the common part of an answer that only one model gives: nothing, of its dtype."""
     return array.ravel()[:0], array.ravel()[:0]
 
 
@@ -285,7 +285,7 @@ def judge_cases(
     budget: Budget,
     half: HalfType = FP16,
 ) -> tuple[AdversarialVerdict, ...]:
-    """Verdicts for every case, execution (key of `answers`) and output; one verdict for a case that cannot be judged.
+    """Return verdicts for every case, execution (key of `answers`) and output; one verdict for a case that cannot be judged.
 
     Answers may be errors. The verdicts on the user's samples, `user_verdicts`, hold the units of errors.
     """

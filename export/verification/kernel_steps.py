@@ -56,7 +56,7 @@ BROADCASTS_FROM = 7  # the opset since which Mul broadcasts its operands
 
 
 def kernel_steps(node: onnx.NodeProto, opset: int, numbers: Iterator[int]) -> list[onnx.NodeProto]:
-    """The steps of a float16 reduction, Sum or Einsum whose kernel rounds inside; any other node itself.
+    """Return the steps of a float16 reduction, Sum or Einsum whose kernel rounds inside; any other node itself.
 
     `numbers` yields unique numbers for the names of inner values.
     """
@@ -178,12 +178,12 @@ def constants_in(graph: onnx.GraphProto) -> dict[str, int]:
 
 
 def is_cumsum(node: onnx.NodeProto, constants: Mapping[str, int]) -> bool:
-    """Whether a node is a CumSum over a constant axis; any other CumSum is not decomposed."""
+    """Return whether a node is a CumSum over a constant axis; any other CumSum is not decomposed."""
     return node.op_type == "CumSum" and node.domain in ("", "ai.onnx") and node.input[1] in constants
 
 
 def cumsum_steps(node: onnx.NodeProto, constants: Mapping[str, int], half: int = TensorProto.FLOAT16) -> list[onnx.NodeProto]:
-    """The steps of a CumSum of type `half` (opset 14 or later) over a constant axis; its result keeps its name."""
+    """Return the steps of a CumSum of type `half` (opset 14 or later) over a constant axis; its result keeps its name."""
     x, y, axis = node.input[0], node.output[0], constants[node.input[1]]
     flags = {attribute.name: bool(attribute.i) for attribute in node.attribute}
     exclusive, backwards = flags.get("exclusive", False), flags.get("reverse", False)
@@ -222,7 +222,7 @@ def _whole(name: str, number: int) -> onnx.NodeProto:
 
 
 def _turn(part: str, half: int) -> onnx.GraphProto:
-    """The Scan's body: one addition in float32, rounded to the half type."""
+    """Return the Scan's body: one addition in float32, rounded to the half type."""
     total, entry, added, after, seen = (f"{part}/{name}" for name in ("total", "entry", "added", "after", "seen"))
     wide, more = f"{total}{RAISED}", f"{entry}{RAISED}"
     nodes = [
@@ -273,7 +273,7 @@ class StoredConstants:
 
 
 def tensors_in(graph: onnx.GraphProto) -> Iterator[tuple[str, TensorProto]]:
-    """Names and tensors of a graph's weights and Constant nodes, bodies left out."""
+    """Yield names and tensors of a graph's weights and Constant nodes, bodies left out."""
     for tensor in graph.initializer:
         yield tensor.name, tensor
     for node in graph.node:

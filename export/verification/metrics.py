@@ -96,7 +96,7 @@ def _rows_with_nan(reference: Array) -> int:
 
 
 def _kinds_compared(parts: Sequence[tuple[Array, Array]], units: ErrorUnits) -> tuple[ColumnKind, ...]:
-    """The kinds with their largest errors; none where an array does not fit the units."""
+    """Return the kinds with their largest errors; none where an array does not fit the units."""
     axis = units.axis
     if axis is None or not all(units.fits(reference) for reference, _ in parts):
         return ()
@@ -110,7 +110,7 @@ def _kinds_compared(parts: Sequence[tuple[Array, Array]], units: ErrorUnits) -> 
 
 
 def _column_errors(reference: Array, candidate: Array) -> Array:
-    """The largest error of each column where both are finite; 0 in a column without such a place."""
+    """Return the largest error of each column where both are finite; 0 in a column without such a place."""
     r, c = reference.astype(np.float64), candidate.astype(np.float64)
     both = np.isfinite(r) & np.isfinite(c)
     with np.errstate(invalid="ignore"):  # two infinities
@@ -252,7 +252,7 @@ def joint_choices(parts: Sequence[tuple[Array, Array]], units: ErrorUnits) -> Ch
 
 
 def _alike(references: Sequence[Array], half: HalfType) -> bool:
-    """Whether the reference answers at least two samples, all equally after rounding to the half type."""
+    """Return whether the reference answers at least two samples, all equally after rounding to the half type."""
     if not all(reference.dtype.kind == "f" for reference in references) or sum(map(len, references)) < 2:
         return False
     first = next(reference[:1] for reference in references if len(reference))

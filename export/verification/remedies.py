@@ -32,7 +32,7 @@ _SAMPLES_AT_FAULT = (NOTHING_FINITE, NO_HEADROOM, FEW_ROWS_LEFT)
 
 
 def exceeded(certificate: Certificate, comparison: Comparison, sensitivity: ReferenceSensitivity) -> BudgetExceeded:
-    """The error of a candidate that is over budget: its worst violation, and the cause or a remedy."""
+    """Return the error of a candidate that is over budget: its worst violation, and the cause or a remedy."""
     if all(any(part in text for part in _SAMPLES_AT_FAULT) for text in certificate.violations):
         return BudgetExceeded(certificate.worst_violation, certificate)
     return BudgetExceeded(
@@ -44,7 +44,7 @@ def exceeded(certificate: Certificate, comparison: Comparison, sensitivity: Refe
 
 
 def _cause(certificate: Certificate, sensitivity: ReferenceSensitivity, comparison: Comparison) -> str:
-    """A cause other than sensitive layers, with its remedy; empty where none is known."""
+    """Return a cause other than sensitive layers, with its remedy; empty where none is known."""
     if sensitivity.nondeterministic:
         return (
             f"float32 itself answers the same samples differently a second time ({sensitivity.nondeterministic[0]}): "
@@ -66,7 +66,7 @@ def _cause(certificate: Certificate, sensitivity: ReferenceSensitivity, comparis
 
 
 def _too_large_remedy(candidate: onnx.GraphProto, certificate: Certificate, half: HalfType) -> str:
-    """The remedy for outputs whose numbers their half-precision type does not hold; empty where there is none."""
+    """Return the remedy for outputs whose numbers their half-precision type does not hold; empty where there is none."""
     narrow = {value.name for value in candidate.output if value.type.tensor_type.elem_type == half.elem_type}
     for verdict in certificate.outputs:
         if verdict.violations and verdict.name in narrow and verdict.figures.scale > half.largest:
@@ -89,7 +89,7 @@ def _general_remedy(certificate: Certificate) -> str:
 
 
 def _choices_alone(certificate: Certificate) -> str | None:
-    """The remedy where only the agreement is over budget; None otherwise."""
+    """Return the remedy where only the agreement is over budget; None otherwise."""
     budget, over = certificate.budget, [verdict.figures for verdict in certificate.outputs if verdict.violations]
     lost = [figures for figures in over if disagrees(figures, budget) and not allowed_near_ties(figures, budget)]
     if not lost or len(lost) != len(certificate.violations):
@@ -105,7 +105,7 @@ def _choices_alone(certificate: Certificate) -> str | None:
 
 
 def _vanishing_remedy(candidate: onnx.GraphProto, reference: ModelFile | None, verdicts: Sequence[OutputVerdict]) -> str:
-    """The remedy for outputs that vanish on the user's samples, with the options to use; empty where none does."""
+    """Return the remedy for outputs that vanish on the user's samples, with the options to use; empty where none does."""
     vanished = {verdict.name for verdict in verdicts if verdict.figures.vanished is not None and verdict.violations}
     if not vanished:
         return ""
@@ -126,7 +126,7 @@ def _vanishing_remedy(candidate: onnx.GraphProto, reference: ModelFile | None, v
 
 
 def _computing(graph: onnx.GraphProto, outputs: set[str]) -> Iterator[str]:
-    """Names of the last nodes that compute the outputs, and of moving nodes after them, without casts."""
+    """Yield names of the last nodes that compute the outputs, and of moving nodes after them, without casts."""
     makers = {name: node for node in graph.node for name in node.output}
     waiting, seen = list(outputs), set(outputs)
     while waiting:

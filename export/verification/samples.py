@@ -68,7 +68,7 @@ class Input:
         return [f"{self.name}.{axis}", *([dim] if isinstance(dim, str) else [])]
 
     def misfit(self, array: Array) -> str | None:
-        """Why an array does not fit this input; None when it fits."""
+        """Explain why an array does not fit this input; None when it fits."""
         given = f"{array.dtype} {list(array.shape)}"
         if self.floating != np.issubdtype(array.dtype, np.floating) or not (self.floating or self._same_kind(array)):
             return f"input {self.name!r}: expected {self}, got {given}"
@@ -84,7 +84,7 @@ class Input:
 
 
 def inputs_of(model: onnx.ModelProto) -> list[Input]:
-    """The model's required inputs, which have no initializer.
+    """Return the model's required inputs, which have no initializer.
 
     Raises:
         ExportError: An input is not a tensor, or has no element type.
@@ -145,7 +145,7 @@ class SampleSet:
     made_up: bool = False
 
     def budget(self, budget: Budget) -> Budget:
-        """The limits on these samples: on made-up ones near-ties are not judged."""
+        """Return the limits on these samples: on made-up ones near-ties are not judged."""
         return replace(budget, judge_near_ties=False) if self.made_up else budget
 
     @property
@@ -206,7 +206,7 @@ def require_finite(batches: Sequence[Feed], answers: Sequence[list[Value]]) -> N
 
 
 def as_array(values: Any) -> Array:
-    """A torch tensor, an array or an array-like as a numpy array."""
+    """Return a torch tensor, an array or an array-like as a numpy array."""
     torch = sys.modules.get("torch")  # a tensor exists only where torch is loaded, and its import is slow
     if torch is not None and isinstance(values, torch.Tensor):
         array: Array = values.detach().cpu().numpy()
@@ -231,7 +231,7 @@ def _with_non_finite(batch: Feed) -> Iterator[tuple[str, list[int]]]:
 
 
 def _answers_finitely(outputs: Sequence[Value], row: int, rows: int) -> bool:
-    """Whether the answer to a row holds floats and all are finite; an output of another length is checked as a whole."""
+    """Return whether the answer to a row holds floats and all are finite; an output of another length is checked as a whole."""
     arrays = [array for output in outputs for array in (output if isinstance(output, list) else [output])]
     floats = [array for array in arrays if array is not None and array.dtype.kind == "f"]
     parts = [array[row] if array.ndim and len(array) == rows else array for array in floats]
@@ -265,7 +265,7 @@ def _checked(wanted: Sequence[Input], feed: Feed) -> Feed:
 
 
 def is_batched(wanted: Sequence[Input]) -> bool:
-    """Whether all first dimensions are one name or one fixed size; unnamed ones match any name."""
+    """Return whether all first dimensions are one name or one fixed size; unnamed ones match any name."""
     if not wanted or any(value.dims is not None and not value.dims for value in wanted):
         return False
     firsts = {value.dims[0] for value in wanted if value.dims}
@@ -336,7 +336,7 @@ def read_array_file(
     what: str = "samples",
     expected: str = ".npz file of numbers; write one with numpy.savez(path, input_name=array)",
 ) -> dict[str, Array]:
-    """The arrays of an .npz by name, or of an .npy under `UNNAMED`.
+    """Return the arrays of an .npz by name, or of an .npy under `UNNAMED`.
 
     Raises:
         ExportError: The file cannot be read, or holds anything else.

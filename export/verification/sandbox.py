@@ -248,7 +248,7 @@ def _loaded(spec: dict[str, Any]) -> Value:
 
 
 def on_disk(model: ModelFile, sandbox: Sandbox) -> Path:
-    """The model's file, written to the sandbox where it has none.
+    """Return the model's file, written to the sandbox where it has none.
 
     Raises:
         ExportError: The file cannot be written.
@@ -259,7 +259,7 @@ def on_disk(model: ModelFile, sandbox: Sandbox) -> Path:
 def open_reference(
     path: Path, sandbox: Sandbox, batches: Sequence[StagedFeed], levels: Sequence[str] = LEVELS
 ) -> tuple[list[Value] | str, ...]:
-    """The reference's answers at the first level at which it opens.
+    """Return the reference's answers at the first level at which it opens.
 
     Raises:
         ExportError: The reference opens at no level.

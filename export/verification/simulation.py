@@ -116,12 +116,12 @@ def round_every_node(
 
 
 def simulated_node(node: onnx.NodeProto) -> bool:
-    """Whether a node of a rounded model replaces a half-precision node."""
+    """Return whether a node of a rounded model replaces a half-precision node."""
     return any(name.endswith(BEFORE_ROUNDING) for name in node.output)
 
 
 def rounds(graph: onnx.GraphProto) -> bool:
-    """Whether a node of a rounded model, bodies included, takes or makes numbers that were rounded to half precision.
+    """Return whether a node of a rounded model, bodies included, takes or makes numbers that were rounded to half precision.
 
     A node without a half result, such as ArgMax or Greater, takes them too. Movers and casts alone need no simulation: every
     runtime executes a Cast that the model contains.
@@ -130,7 +130,7 @@ def rounds(graph: onnx.GraphProto) -> bool:
 
 
 def has_cuda_steps(graph: onnx.GraphProto) -> bool:
-    """Whether a model that was rounded for CUDA differs from one that was not, bodies included."""
+    """Return whether a model that was rounded for CUDA differs from one that was not, bodies included."""
     return any(STEP in name for node in graph.node for name in node.output) or any(
         has_cuda_steps(body) for node in graph.node for body in bodies(node)
     )
@@ -182,7 +182,7 @@ class _Rounder:
         self._raised: set[str] = set()
 
     def around(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-        """The node in float32 between casts; an input is raised once per graph."""
+        """Yield the node in float32 between casts; an input is raised once per graph."""
         wide = onnx.NodeProto()
         wide.CopyFrom(node)
         for index, name in enumerate(node.input):
@@ -203,7 +203,7 @@ class _Rounder:
 
 
 def _only_moves(node: onnx.NodeProto) -> bool:
-    """Whether a node cannot round, and the runtime computes it on half inputs."""
+    """Return whether a node cannot round, and the runtime computes it on half inputs."""
     return node.op_type in MOVERS - _RAISED_MOVERS
 
 
@@ -251,7 +251,7 @@ class ElementTypes:
         return self._types.get(name) == TensorProto.FLOAT
 
     def _bound(self, node: onnx.NodeProto, signature: Signature) -> Iterator[tuple[str, int]]:
-        """The signature's type variables as the node's inputs determine them."""
+        """Yield the signature's type variables as the node's inputs determine them."""
         for index, name in enumerate(node.input):
             formal = signature.input(index)
             if formal is not None and not (formal.variadic and not formal.homogeneous) and self._types.get(name):
@@ -273,7 +273,7 @@ class SumChecks:
     unchecked: tuple[str, ...] = ()
 
     def without_checks(self, rounded: onnx.ModelProto) -> SumChecks:
-        """The rounded model without checks."""
+        """Return the rounded model without checks."""
         named = tuple(f"{risk.op_type} {risk.node!r}" for risk in self.risks)
         return SumChecks(model=rounded, risks=(), unchecked=(*named, *self.unchecked))
 
@@ -353,7 +353,7 @@ def _pool(steps: NodeSteps) -> str:
 
 
 def _products(steps: NodeSteps) -> str:
-    """The product of magnitudes, without the bias."""
+    """Return the product of magnitudes, without the bias."""
     inputs = steps.node.input if steps.node.op_type == "Einsum" else steps.node.input[:2]
     factors = [steps.add("Abs", name) for name in inputs]
     if steps.node.op_type == "Gemm" and steps.opset < 11:  # the bias is mandatory

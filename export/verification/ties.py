@@ -181,7 +181,7 @@ def _verdicts_with_choices(
 
 
 def _run_candidate(choices: Sequence[_Choice], number: int, execution: str, comparison: Comparison) -> list[Value]:
-    """The candidate's outputs on a case, then its chosen indices."""
+    """Return the candidate's outputs on a case, then its chosen indices."""
     model = onnx.ModelProto()
     model.CopyFrom(comparison.candidate.proto)
     for place, choice in enumerate(choices):
@@ -248,7 +248,7 @@ def _first(batches: Sequence[list[Value] | str]) -> list[Value]:
 def _difference(
     choice: _Choice, scores: Array, indices: Array, limit: float, smallest: float = FP16.smallest_normal
 ) -> _Difference | None:
-    """The worst of the candidate's choices `indices` that differ from float32's own; None where none does.
+    """Return the worst of the candidate's choices `indices` that differ from float32's own; None where none does.
 
     `limit` is the largest distance of two tied scores, divided by the largest score that float32 chooses, or
     by `smallest` where that is smaller.

@@ -41,7 +41,7 @@ def run_torch(module: nn.Module, feeds: Sequence[Feed]) -> list[list[Value] | st
 
 
 def fast_path_note(module: nn.Module, feeds: Sequence[Feed], answers: Sequence[list[Value] | str]) -> tuple[str, ...]:
-    """A note where torch's evaluation mode answers otherwise than `run_torch` on the first batch."""
+    """Return a note where torch's evaluation mode answers otherwise than `run_torch` on the first batch."""
     if not feeds or not has_fast_path(module) or isinstance(answers[0], str):
         return ()
     with warnings.catch_warnings():
@@ -100,7 +100,7 @@ def _feed(names: Sequence[str], tensors: Sequence[Tensor], start: int, end: int)
 
 
 def _is_other(alone: Sequence[Value], whole: Value) -> bool:
-    """Whether an output differs between alone and together; False where samples are not rows, which servers detect."""
+    """Return whether an output differs between alone and together; False where samples are not rows, which servers detect."""
     if not isinstance(whole, np.ndarray) or not all(isinstance(one, np.ndarray) and one.ndim for one in alone):
         return False
     parts = np.concatenate([one for one in alone if isinstance(one, np.ndarray)]) if alone else whole

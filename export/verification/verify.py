@@ -233,14 +233,14 @@ def _lengths(
 
 
 def _runs_alike(candidate: ModelFile, *others: object) -> ModelFile:
-    """A float32 ONNX model with the candidate's inputs, or else the candidate itself."""
+    """Return a float32 ONNX model with the candidate's inputs, or else the candidate itself."""
     names = [value.name for value in inputs_of(candidate.outline)]
     alike = (each for each in others if isinstance(each, ModelFile) and [v.name for v in inputs_of(each.outline)] == names)
     return next(alike, candidate)
 
 
 def _in_order(precisions: Collection[HalfName], written: HalfType) -> list[HalfType]:
-    """The types to judge a model in, each once: its own first, where it is one of them."""
+    """Return the types to judge a model in, each once: its own first, where it is one of them."""
     named = list(dict.fromkeys(half_named(precision) for precision in precisions)) or [written]
     return sorted(named, key=lambda half: half is not written)
 
@@ -284,7 +284,7 @@ def _found(comparison: Comparison, settings: PipelineSettings, criteria: Criteri
 
 
 def _without_plots(verdict: PrecisionVerdict) -> PrecisionVerdict:
-    """The verdict without what only the certificate's own is shown with."""
+    """Return the verdict without what only the certificate's own is shown with."""
     return replace(verdict, outputs=tuple(replace(output, plot=None) for output in verdict.outputs))
 
 

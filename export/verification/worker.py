@@ -66,7 +66,7 @@ def answer_to(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def first_line(error: Exception) -> str:
-    """The first non-empty line of an error's text."""
+    """Return the first non-empty line of an error's text."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 

@@ -107,7 +107,7 @@ def test_a_difference_that_the_float32_model_has_already_is_no_question_of_preci
     reference = Sums(onnx.load(source), 1.0).eval()
     verification = Verification(samples=samples, budget=Budget(), reference=reference)
     with pytest.raises(SearchFailed, match="no choice of nodes can meet the budget: even with all 3 in float32") as caught:
-        convert_verified(source, FileTarget(path=tmp_path / "out.onnx"), QUICK, verification, progress=lambda _: None)
+        convert_verified(source, FileTarget(path=tmp_path / "out.onnx"), QUICK, verification)
     assert "the float32 ONNX model itself is over budget beside the reference: output 'y': max error" in str(caught.value)
     assert (caught.value.search.passed, caught.value.search.runs) == (False, 2)
     assert "keep sensitive layers" not in str(caught.value)
@@ -119,7 +119,7 @@ def test_the_search_asks_for_headroom_too(source: Path, tmp_path: Path) -> None:
     verification = Verification(samples=samples, budget=Budget(min_headroom=1e9))
     target = FileTarget(path=tmp_path / "out.onnx")
     with pytest.raises(SearchFailed, match=r"even with all 3 in float32: headroom 64 \(least 1e\+09\)"):
-        convert_verified(source, target, PipelineSettings(), verification, progress=lambda _: None)
+        convert_verified(source, target, PipelineSettings(), verification)
 
 
 @pytest.mark.long
@@ -155,7 +155,7 @@ def test_what_compares_nothing_is_neither_written_nor_searched(tmp_path: Path) -
     verification = Verification(samples=lambda _: SampleSet(inputs=[np.ones(4, np.float32)]), budget=Budget())
     target = FileTarget(path=tmp_path / "out.onnx")
     with pytest.raises(BudgetExceeded, match="no output holds a number that was compared, so nothing is proved") as caught:
-        convert_verified(tmp_path / "in.onnx", target, PipelineSettings(), verification, progress=lambda _: None)
+        convert_verified(tmp_path / "in.onnx", target, PipelineSettings(), verification)
     assert not isinstance(caught.value, SearchFailed)
     assert not target.path.exists()
 
@@ -169,7 +169,7 @@ def test_another_reference_may_be_given(offset: float, passes: bool, source: Pat
 
     def run() -> Path:
         settings = replace(QUICK, search=False)
-        return convert_verified(source, target, settings, verification, progress=list[str]().append).path
+        return convert_verified(source, target, settings, verification).path
 
     if passes:
         assert run() == tmp_path / "models" / "m" / "1"
@@ -182,7 +182,7 @@ def test_another_reference_may_be_given(offset: float, passes: bool, source: Pat
 def test_labels_reach_the_certificate(source: Path, tmp_path: Path) -> None:
     verification = Verification(samples=samples, budget=Budget(), labels=np.zeros(6, np.int64))
     target = FileTarget(path=tmp_path / "out.onnx")
-    done = convert_verified(source, target, QUICK, verification, progress=list[str]().append)
+    done = convert_verified(source, target, QUICK, verification)
     assert done.certificate is not None
     assert done.certificate.accuracy is not None
 
@@ -190,14 +190,9 @@ def test_labels_reach_the_certificate(source: Path, tmp_path: Path) -> None:
 def test_a_model_over_budget_leaves_what_was_there(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out.onnx").write_bytes(b"before")
     verification = Verification(samples=samples, budget=Budget(max_abs_error=0.0))
+    target, settings = FileTarget(path=tmp_path / "out.onnx", overwrite=True), replace(QUICK, keep_io_types=False, search=False)
     with pytest.raises(BudgetExceeded):
-        convert_verified(
-            source,
-            FileTarget(path=tmp_path / "out.onnx", overwrite=True),
-            replace(QUICK, keep_io_types=False, search=False),
-            verification,
-            progress=list[str]().append,
-        )
+        convert_verified(source, target, settings, verification)
     assert (tmp_path / "out.onnx").read_bytes() == b"before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.onnx", "out.onnx"]
 
@@ -205,14 +200,14 @@ def test_a_model_over_budget_leaves_what_was_there(source: Path, tmp_path: Path)
 def test_a_repository_takes_no_model_without_a_certificate(source: Path, tmp_path: Path) -> None:
     target = RepositoryTarget(repository=tmp_path / "models", name="m")
     with pytest.raises(ExportError, match="a version in a repository needs a certificate"):
-        convert_verified(source, target, PipelineSettings(), None, progress=list[str]().append)
+        convert_verified(source, target, PipelineSettings(), None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.onnx"]
 
 
 def test_samples_with_their_float32_answers_travel_with_a_version(source: Path, tmp_path: Path) -> None:
     target = RepositoryTarget(repository=tmp_path / "models", name="m")
     verification = Verification(samples=samples, budget=Budget())
-    done = convert_verified(source, target, QUICK, verification, progress=list[str]().append)
+    done = convert_verified(source, target, QUICK, verification)
     assert done.certificate is not None
     content = (done.path / "samples.npz").read_bytes()
     assert done.certificate.files == {"samples.npz": hashlib.sha256(content).hexdigest()}
@@ -237,13 +232,7 @@ def test_what_cannot_be_placed_is_written_all_the_same(tmp_path: Path) -> None:
     model.graph.node[0].domain, model.graph.node[0].op_type = "com.example", "Unknown"
     model.opset_import.append(onnx.helper.make_opsetid("com.example", 1))
     source = in_one_file(model, tmp_path / "in.onnx")
-    done = convert_verified(
-        source,
-        FileTarget(path=tmp_path / "out.onnx"),
-        PipelineSettings(),
-        None,
-        progress=list[str]().append,
-    )
+    done = convert_verified(source, FileTarget(path=tmp_path / "out.onnx"), PipelineSettings(), None)
     assert isinstance(done.placement, str)
     assert "cannot open the model" in done.placement
     assert "Unknown" in {node.op_type for node in open_model(tmp_path / "out.onnx").proto.graph.node}
@@ -256,7 +245,7 @@ def test_nodes_that_cuda_leaves_to_the_cpu_are_reported_for_bfloat16_too(
     target = FileTarget(path=tmp_path / "out.onnx")
     settings = PipelineSettings(dtype="bfloat16")
     place = in_one_file(model, tmp_path / "tan.onnx")
-    done = convert_verified(place, target, settings, None, progress=lambda _: None)
+    done = convert_verified(place, target, settings, None)
     (warning,) = done.cuda
     assert (warning.node, warning.kind) == ("y", "on the CPU")
     print_conversion(done)

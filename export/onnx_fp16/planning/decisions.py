@@ -125,13 +125,13 @@ def _keep_without_kernel(plan: CastingPlan) -> None:
 
 
 def _elem_types(values: Iterable[onnx_ir.Value | None], can: Iterable[bool], half: int) -> tuple[int, ...]:
-    """The element types once all that can is of the half type; 0 for absent values."""
+    """Return the element types once all that can is of the half type; 0 for absent values."""
     known = (0 if value is None or value.dtype is None else int(value.dtype) for value in values)
     return tuple(half if is_half else dtype for dtype, is_half in zip(known, can, strict=True))
 
 
 def runtime_gap(node: onnx_ir.Node) -> str | None:
-    """The reason why ONNX Runtime's CPU provider cannot run this node in float16; None where it can."""
+    """Return the reason why ONNX Runtime's CPU provider cannot run this node in float16; None where it can."""
     if node.domain:
         return None
     reduction = node.attributes.get_string("reduction", "none") if node.op_type in _REFUSED_WITH_REDUCTION else "none"
@@ -147,7 +147,7 @@ def runtime_gap(node: onnx_ir.Node) -> str | None:
 
 
 def _crashes(node: onnx_ir.Node) -> bool:
-    """Whether ONNX Runtime's fusion of this Transpose with the MatMul behind it crashes the process.
+    """Return whether ONNX Runtime's fusion of this Transpose with the MatMul behind it crashes the process.
 
     It fuses a Transpose that moves the first axis to the last or the one before into a MatMul by a matrix of weights. With a
     cast between the two, as float16 needs, it reads out of bounds. In float32 it is correct.
@@ -239,7 +239,7 @@ def _is_mover(node: onnx_ir.Node, movers: frozenset[str]) -> bool:
 
 
 def _reads_table(plan: CastingPlan, node: onnx_ir.Node) -> bool:
-    """Whether a node gathers rows of a weight. A float32 table takes twice the memory; a cast of the rows is cheap."""
+    """Return whether a node gathers rows of a weight. A float32 table takes twice the memory; a cast of the rows is cheap."""
     table = node.inputs[0]
     return node.op_type == "Gather" and table is not None and weight_of(plan, table) is not None
 
@@ -359,7 +359,7 @@ def _is_precise_on_cuda(plan: CastingPlan, node: onnx_ir.Node) -> bool:
 
 
 def _coordinate_makers(node: onnx_ir.Node) -> Iterator[onnx_ir.Node]:
-    """A node that samples at coordinates, and the nodes that compute these elementwise; none for any other node."""
+    """Yield a node that samples at coordinates, and the nodes that compute these elementwise; none for any other node."""
     place = _COORDINATES.get(node.op_type)
     if place is None or node.domain or place >= len(node.inputs):
         return

@@ -192,7 +192,7 @@ class IndexChains:
         return any(known) and all(a or b for a, b in zip(known, fixed, strict=True))
 
     def _is_table(self, value: onnx_ir.Value | None) -> bool:
-        """Whether a constant is a table of positions: integers of which the half type lacks some."""
+        """Return whether a constant is a table of positions: integers of which the half type lacks some."""
         tensor = constant_of(value)
         if value is None or tensor is None or tensor.size > _LARGEST_TABLE:
             return False
@@ -275,7 +275,7 @@ def addend_nodes(model: onnx_ir.Model) -> set[onnx_ir.Node]:
 
 
 def _sums(model: onnx_ir.Model) -> Iterator[onnx_ir.Node]:
-    """The nodes behind an integer product up to its scaling, included."""
+    """Yield the nodes behind an integer product up to its scaling, included."""
     stack = [value for node in all_nodes(model) if node.op_type in _PRODUCTS and not node.domain for value in node.outputs]
     seen: set[onnx_ir.Node] = set()
     while stack:
@@ -289,7 +289,7 @@ def _sums(model: onnx_ir.Model) -> Iterator[onnx_ir.Node]:
 
 
 def _scale_makers(node: onnx_ir.Node) -> set[onnx_ir.Node]:
-    """The nodes that compute a scale from the scales of both factors: the product can vanish in float16."""
+    """Return the nodes that compute a scale from the scales of both factors: the product can vanish in float16."""
     makers = (value.producer() for value in node.inputs if value is not None)
     return {maker for maker in makers if maker is not None and maker.op_type in _SCALES and _is_scale(maker)}
 

@@ -106,7 +106,7 @@ class _VariableAxes:
         self._unknown_may_vary = any(not isinstance(dim, int) for shape in dims for dim in shape[1:])
 
     def are_summed_by(self, node: onnx_ir.Node) -> bool:
-        """Whether a node sums over such an axis."""
+        """Return whether a node sums over such an axis."""
         shape = None if not node.inputs or node.inputs[0] is None else node.inputs[0].shape
         if node.op_type == "CumSum" or node.op_type in _REDUCTIONS:
             return shape is not None and any(self._may_vary(shape[axis]) for axis in _summed_axes(node, len(shape)))
@@ -129,7 +129,7 @@ class _VariableAxes:
 
 
 def _words(text: str) -> list[str]:
-    """The names in an expression such as "batch*length + 1"."""
+    """Return the names in an expression such as "batch*length + 1"."""
     return "".join(letter if letter.isalnum() or letter in "_." else " " for letter in text).split()
 
 
@@ -146,7 +146,7 @@ def _summed_axes(node: onnx_ir.Node, rank: int) -> list[int]:
 
 
 def _contracted(node: onnx_ir.Node) -> Iterator[list[int | onnx_ir.SymbolicDim]]:
-    """The sizes of each label that an Einsum sums over."""
+    """Yield the sizes of each label that an Einsum sums over."""
     equation = node.attributes.get_string("equation", "").replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
@@ -158,7 +158,7 @@ def _contracted(node: onnx_ir.Node) -> Iterator[list[int | onnx_ir.SymbolicDim]]
 
 
 def _averages(node: onnx_ir.Node) -> bool:
-    """Whether one factor of a product comes from a softmax, so that the sum is an average."""
+    """Return whether one factor of a product comes from a softmax, so that the sum is an average."""
     return node.op_type in _CONTRACTIONS and any(_is_softmax(value, _LONGEST_WAY) for value in node.inputs)
 
 

@@ -44,7 +44,7 @@ class Ties:
                 self._tie([*sides, *through])
 
     def group_of(self, value: onnx_ir.Value) -> onnx_ir.Value:
-        """The value that represents the group."""
+        """Return the value that represents the group."""
         root = value
         while (parent := self._parent.get(root, root)) is not root:
             root = parent
@@ -82,7 +82,7 @@ def half_places(node: onnx_ir.Node, opsets: Mapping[str, int], half: HalfType) -
 
 
 def computes_on_floats(node: onnx_ir.Node) -> bool:
-    """Whether any input or output is float32 or half precision."""
+    """Return whether any input or output is float32 or half precision."""
     values = [value for value in (*node.inputs, *node.outputs) if value is not None and value.type is not None]
     return any(value.dtype == FLOAT or value.dtype in HALF_BY_ELEM_TYPE for value in values)
 
@@ -158,7 +158,7 @@ class CastingPlan:
         return node not in self.kept and self.places[node].outputs[value.index() or 0]
 
     def wanted(self, node: onnx_ir.Node, index: int) -> onnx_ir.DataType | None:
-        """The type that a node needs at a float32 input; None where it takes either."""
+        """Return the type that a node needs at a float32 input; None where it takes either."""
         if (node.op_type, index) in _TAKES_ANY and not node.domain:
             return None
         if node.op_type in OPERATORS and not node.domain:
@@ -167,7 +167,7 @@ class CastingPlan:
         return self.half_dtype if half else FLOAT
 
     def wanted_as_output(self, graph: onnx_ir.Graph, index: int) -> onnx_ir.DataType:
-        """The type that a float32 output of a graph must have."""
+        """Return the type that a float32 output of a graph must have."""
         value = graph.outputs[index]
         if graph is self.model.graph:
             return FLOAT if self._keeps_output(value) else self.half_dtype
@@ -199,7 +199,7 @@ class CastingPlan:
         return not self.places[node].outputs[value.index() or 0]
 
     def _is_bound(self, node: onnx_ir.Node, index: int) -> bool:
-        """Whether the operator takes only float32 at this input."""
+        """Return whether the operator takes only float32 at this input."""
         if (node.op_type in OPERATORS or (node.op_type, index) in _TAKES_ANY) and not node.domain:
             return False
         return not self.places[node].inputs[index]

@@ -52,7 +52,7 @@ def between_reason(half: HalfType) -> str:
 
 
 def quantized_gaps(model: onnx_ir.Model, half: HalfType) -> Iterator[tuple[onnx_ir.Node, str]]:
-    """The nodes around static quantization that must be float32, each with the reason.
+    """Yield the nodes around static quantization that must be float32, each with the reason.
 
     In bfloat16 these are the quantizing nodes themselves, as a scale of 8 bits moves numbers by a step; then the rest is safe.
     """
@@ -99,7 +99,7 @@ def _quantized_bias(layer: onnx_ir.Node) -> onnx_ir.Node | None:
 
 
 def _smallest_scale(dequantizer: onnx_ir.Node) -> float:
-    """The smallest scale above 0; 0 where the scale is no constant, as it may be that small."""
+    """Return the smallest scale above 0; 0 where the scale is no constant, as it may be that small."""
     scale = constant_of(dequantizer.inputs[1])
     if scale is None:
         return 0.0
@@ -108,7 +108,7 @@ def _smallest_scale(dequantizer: onnx_ir.Node) -> float:
 
 
 def _from_dequantizer(value: onnx_ir.Value | None) -> list[onnx_ir.Node]:
-    """The nodes from a value's maker back to a DequantizeLinear, the last; empty where there is none."""
+    """Return the nodes from a value's maker back to a DequantizeLinear, the last; empty where there is none."""
     way: list[onnx_ir.Node] = []
     while value is not None and (node := value.producer()) is not None and node.domain in _DOMAINS:
         way.append(node)
@@ -121,7 +121,7 @@ def _from_dequantizer(value: onnx_ir.Value | None) -> list[onnx_ir.Node]:
 
 
 def _to_quantizer(node: onnx_ir.Node, passed: frozenset[str]) -> list[onnx_ir.Node]:
-    """The nodes behind a node up to a QuantizeLinear, if each has one reader; empty where there is none."""
+    """Return the nodes behind a node up to a QuantizeLinear, if each has one reader; empty where there is none."""
     way: list[onnx_ir.Node] = []
     while len(readers := node.outputs[0].consumers()) == 1 and not node.outputs[0].is_graph_output():
         node = readers[0]
@@ -146,7 +146,7 @@ def nodes_between(model: onnx_ir.Model) -> list[onnx_ir.Node]:
 
 
 def _reached(starts: Iterable[onnx_ir.Node], step: Callable[[onnx_ir.Node], list[onnx_ir.Node]]) -> set[onnx_ir.Node]:
-    """The nodes reached by steps over light nodes, the starts included."""
+    """Return the nodes reached by steps over light nodes, the starts included."""
     reached = set(starts)
     stack = list(reached)
     while stack:
@@ -167,7 +167,7 @@ def _makers(node: onnx_ir.Node) -> list[onnx_ir.Node]:
 
 
 def _is_light(node: onnx_ir.Node) -> bool:
-    """Whether a node is neither a quantized layer, nor one with float weights, nor one with graphs inside."""
+    """Return whether a node is neither a quantized layer, nor one with float weights, nor one with graphs inside."""
     if _kind(node) in _QUANTIZERS | _PRODUCTS or any(bodies(node)):
         return False
     return node.op_type not in _WEIGHTED or not any(is_float(value) and constant_of(value) is not None for value in node.inputs)

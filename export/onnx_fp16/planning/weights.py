@@ -80,7 +80,7 @@ def scan(tensor: onnx_ir.TensorProtocol, half: HalfType = FP16) -> WeightScan:
 
 
 def halved(tensor: onnx_ir.TensorProtocol, half: HalfType, *, saturate: bool) -> onnx_ir.TensorProtocol:
-    """The float32 tensor in half precision; one that lies in a file is read and rounded at each access, and never held.
+    """Return the float32 tensor in half precision; one that lies in a file is read and rounded at each access, and never held.
 
     With `saturate`, finite values beyond the type's range become its largest number, instead of infinity. They always do in a
     type of float32's range, where they are within a rounding of that number.
@@ -90,7 +90,7 @@ def halved(tensor: onnx_ir.TensorProtocol, half: HalfType, *, saturate: bool) ->
 
 
 def narrowed(tensor: onnx_ir.TensorProtocol) -> onnx_ir.TensorProtocol:
-    """A float64 tensor in float32; one that lies in a file is read at each access, and never held.
+    """Return a float64 tensor in float32; one that lies in a file is read at each access, and never held.
 
     Finite numbers stay finite, and numbers other than zero stay so: a mask of -1.8e308, an epsilon of 1e-300.
     """
@@ -123,7 +123,7 @@ def _changed(
 
 
 def weight_of(plan: CastingPlan, value: onnx_ir.Value) -> onnx_ir.TensorProtocol | None:
-    """The float32 tensor of a constant, which may be rounded in the file; None for any other value.
+    """Return the float32 tensor of a constant, which may be rounded in the file; None for any other value.
 
     Formats before IR 4 must list every weight as an input; there an input with a default is a weight unless `keep_io_types`
     names it. From IR 4 on it is an input.
@@ -217,7 +217,7 @@ class WeightRange:
         return None if known is None else self._unfit_reason(_constant(value), known)
 
     def scan_of(self, value: onnx_ir.Value) -> WeightScan | None:
-        """The statistics of a weight; None where the value is no weight."""
+        """Return the statistics of a weight; None where the value is no weight."""
         if value not in self.scans:
             tensor = weight_of(self._plan, value)
             if tensor is None:
@@ -237,7 +237,7 @@ class WeightRange:
         return self._may_saturate(value)
 
     def _may_saturate(self, value: onnx_ir.Value) -> bool:
-        """Whether a constant only masks a Softmax's input, where float16's most negative number is equivalent.
+        """Return whether a constant only masks a Softmax's input, where float16's most negative number is equivalent.
 
         If the mask is scaled afterwards it is not: then all nodes up to the Softmax are kept.
         """
@@ -263,7 +263,7 @@ class WeightRange:
 
 
 def _uses_of_mask(value: onnx_ir.Value) -> list[tuple[onnx_ir.Node, int]] | None:
-    """The readers of a constant up to the Softmax, with input indices; None if one of them is no part of a mask."""
+    """Return the readers of a constant up to the Softmax, with input indices; None if one of them is no part of a mask."""
     waiting, seen, found = [value], set[onnx_ir.Value](), list[tuple[onnx_ir.Node, int]]()
     while waiting:
         current = waiting.pop()
@@ -306,14 +306,14 @@ def _factors(value: onnx_ir.Value | None) -> list[onnx_ir.TensorProtocol] | None
 
 
 def _hides_as_well(node: onnx_ir.Node, index: int) -> bool:
-    """Whether float16's most negative number hides as much as a lower one behind a node, too."""
+    """Return whether float16's most negative number hides as much as a lower one behind a node, too."""
     factors = _factors(node.inputs[1 - index]) if node.op_type == "Mul" else None
     sizes = [np.abs(factor.numpy()) for factor in factors or () if factor.dtype not in _DISCRETE]
     return all(((size == 0) | ((size >= _SMALLEST_FACTOR) & (size <= _LARGEST_FACTOR))).all() for size in sizes)
 
 
 def _is_for_infinity(node: onnx_ir.Node) -> bool:
-    """Whether a Where replaces infinite numbers."""
+    """Return whether a Where replaces infinite numbers."""
     if node.op_type != "Where" or node.domain:
         return False
     waiting, seen = [node.inputs[0]], set[onnx_ir.Value]()

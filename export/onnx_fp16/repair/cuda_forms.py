@@ -55,7 +55,7 @@ class _Slicer:
         self._bounds: dict[int, onnx_ir.Value] = {}
 
     def largest(self, node: onnx_ir.Node, value: onnx_ir.Value | None, window: PoolWindow) -> onnx_ir.Value:
-        """The largest element of each window along one axis."""
+        """Return the largest element of each window along one axis."""
         if window.before or window.behind:
             first = self._slice(node, value, window.axis, 0, 1, 1)
             last = self._slice(node, value, window.axis, -1, _END, 1)

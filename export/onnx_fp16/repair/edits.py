@@ -39,12 +39,12 @@ def repair(pass_name: str, nodes: Iterable[onnx_ir.Node], text: str) -> Repair:
 
 
 def is_op(node: onnx_ir.Node | None, *types: str) -> bool:
-    """Whether a node has one of these operators of ONNX's own domain."""
+    """Return whether a node has one of these operators of ONNX's own domain."""
     return node is not None and node.domain in ("", "ai.onnx") and node.op_type in types
 
 
 def is_kept(*nodes: onnx_ir.Node) -> bool:
-    """Whether a user or a repair marked one of the nodes to stay float32 as it is."""
+    """Return whether a user or a repair marked one of the nodes to stay float32 as it is."""
     return any(KEEP_FP32 in node.metadata_props for node in nodes)
 
 
@@ -61,13 +61,13 @@ def opset_of(model: onnx_ir.Model) -> int:
 
 
 def array_of(value: onnx_ir.Value | None) -> Array | None:
-    """A float32 constant's numbers in float64; None for any other value."""
+    """Return a float32 constant's numbers in float64; None for any other value."""
     tensor = constant_of(value)
     return tensor.numpy().astype(np.float64) if tensor is not None and tensor.dtype == FLOAT else None
 
 
 def number_of(value: onnx_ir.Value | None) -> float | None:
-    """The number of a float32 constant with one element; None for any other value."""
+    """Return the number of a float32 constant with one element; None for any other value."""
     tensor = constant_of(value)
     if tensor is None or tensor.dtype != FLOAT or tensor.size != 1:
         return None
@@ -86,12 +86,12 @@ def axes_of(node: onnx_ir.Node) -> list[int] | None:
 
 
 def keeps_axes(node: onnx_ir.Node) -> bool:
-    """Whether a reduction leaves the axes that it reduces, with size 1."""
+    """Return whether a reduction leaves the axes that it reduces, with size 1."""
     return node.attributes.get_int("keepdims", 1) == 1
 
 
 def only_reader(value: onnx_ir.Value) -> onnx_ir.Node | None:
-    """The node that alone reads a value, once; None where others do, or the value is a graph output."""
+    """Return the node that alone reads a value, once; None where others do, or the value is a graph output."""
     uses = value.uses()
     if len(uses) != 1 or value.is_graph_output():
         return None
@@ -107,12 +107,12 @@ def made_for(reader: onnx_ir.Node | None, value: onnx_ir.Value | None, *types: s
 
 
 def readers(value: onnx_ir.Value) -> list[onnx_ir.Node]:
-    """The nodes that read a value, each once, in the order in which they were connected."""
+    """Return the nodes that read a value, each once, in the order in which they were connected."""
     return list(dict.fromkeys(use.node for use in value.uses()))
 
 
 def other_input(node: onnx_ir.Node, value: onnx_ir.Value) -> onnx_ir.Value | None:
-    """The input of a two-input node that is not `value`."""
+    """Return the input of a two-input node that is not `value`."""
     return node.inputs[1] if node.inputs[0] is value else node.inputs[0]
 
 
@@ -134,7 +134,7 @@ class NodeBuilder:
         return free
 
     def constant(self, stem: str, array: Array) -> onnx_ir.Value:
-        """A float32 (or int64) constant of the main graph, where bodies see it too.
+        """Return a float32 (or int64) constant of the main graph, where bodies see it too.
 
         Formats before IR 4 list every initializer as an input, which callers may replace; there it is a Constant node.
         """

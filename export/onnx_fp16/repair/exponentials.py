@@ -116,7 +116,7 @@ def _log_softmaxes(model: onnx_ir.Model) -> list[onnx_ir.Node]:
 
 
 def _log_softmax_parts(difference: onnx_ir.Node) -> tuple[onnx_ir.Node, onnx_ir.Node, onnx_ir.Node] | None:
-    """The logarithm, the sum and the exponential, where only this difference reads them."""
+    """Return the logarithm, the sum and the exponential, where only this difference reads them."""
     logarithm = made_for(difference, difference.inputs[1], "Log")
     total = made_for(logarithm, logarithm.inputs[0], "ReduceSum") if logarithm is not None else None
     power = made_for(total, total.inputs[0], "Exp") if total is not None else None
@@ -145,7 +145,7 @@ def _fuse_softplus(model: onnx_ir.Model) -> list[Repair]:
 
 
 def _softplus_parts(logarithm: onnx_ir.Node) -> tuple[onnx_ir.Node, onnx_ir.Node] | None:
-    """The exponential and the addition, where only this logarithm reads them."""
+    """Return the exponential and the addition, where only this logarithm reads them."""
     total = made_for(logarithm, logarithm.inputs[0], "Add") if is_op(logarithm, "Log") else None
     if total is None:
         return None
@@ -221,7 +221,7 @@ def _silus(model: onnx_ir.Model) -> list[onnx_ir.Node]:
 
 
 def _sigmoid_of(product: onnx_ir.Node) -> onnx_ir.Node | None:
-    """The Sigmoid of the product's other operand, where only this product reads it."""
+    """Return the Sigmoid of the product's other operand, where only this product reads it."""
     for x, value in (product.inputs, product.inputs[::-1]):
         sigmoid = made_for(product, value, "Sigmoid")
         if sigmoid is not None and sigmoid.inputs[0] is x and not is_kept(product, sigmoid):

@@ -169,7 +169,7 @@ def _foldable_scales(model: onnx_ir.Model) -> Iterator[onnx_ir.Node]:
 
 
 def _scales_behind(linear: onnx_ir.Node) -> _Scales:
-    """The multiplications and divisions by constants that follow, each the only reader of the one before."""
+    """Return the multiplications and divisions by constants that follow, each the only reader of the one before."""
     found: _Scales = []
     weight = array_of(linear.inputs[1])
     value = linear.outputs[0]
@@ -184,7 +184,7 @@ def _scales_behind(linear: onnx_ir.Node) -> _Scales:
 
 
 def _by_channel(linear: onnx_ir.Node, weight: Array, constant: Array) -> Array | None:
-    """A constant as one number or one for each output channel; None where it has another shape, or is zero somewhere."""
+    """Return a constant as one number or one for each output channel; None where it has another shape, or is zero somewhere."""
     rank = weight.ndim
     if is_op(linear, "MatMul"):  # at least one less where the result's shape is unknown
         shape = linear.outputs[0].shape
@@ -220,7 +220,7 @@ def _product(scales: _Scales) -> Array:
 
 
 def _is_ordinary(array: Array) -> bool:
-    """Whether the largest number of an array is well within float16's normal numbers."""
+    """Return whether the largest number of an array is well within float16's normal numbers."""
     largest = float(np.abs(array).max(initial=0))
     return largest == 0 or FP16_SMALLEST_NORMAL * 2**4 <= largest <= FP16_MAX
 
@@ -243,7 +243,7 @@ def _folded_scales(linear: onnx_ir.Node, scales: _Scales, builder: NodeBuilder) 
 
 
 def _channels(linear: onnx_ir.Node, weight: Array) -> int | None:
-    """The number of output channels; None where the weights of a product are no matrix."""
+    """Return the number of output channels; None where the weights of a product are no matrix."""
     if is_op(linear, "Conv"):
         return int(weight.shape[0])
     if is_op(linear, "ConvTranspose"):
@@ -252,7 +252,7 @@ def _channels(linear: onnx_ir.Node, weight: Array) -> int | None:
 
 
 def _scaled(linear: onnx_ir.Node, weight: Array, factor: Array) -> Array:
-    """The weights times a scalar, or with each output channel times its factor."""
+    """Return the weights times a scalar, or with each output channel times its factor."""
     if not factor.ndim:
         return np.asarray(weight * factor)
     if is_op(linear, "ConvTranspose"):  # [in, out / groups, ...]: the groups lie along the inputs

@@ -67,7 +67,7 @@ class Chain:
 
 
 def _follow(opening: onnx_ir.Node) -> Chain | None:
-    """The chain that a node opens; None where it is longer than LONGEST."""
+    """Return the chain that a node opens; None where it is longer than LONGEST."""
     chain = Chain({opening: None}, reduced=is_op(opening, *REDUCTIONS))
     waiting = [(value, False) for value in opening.outputs if is_float(value)]
     while waiting:
@@ -91,7 +91,7 @@ def _follow(opening: onnx_ir.Node) -> Chain | None:
 
 
 def _sources(node: onnx_ir.Node, types: frozenset[str], depth: int = 6) -> Iterator[onnx_ir.Node]:
-    """The nodes of these types from which a node's float inputs are computed."""
+    """Yield the nodes of these types from which a node's float inputs are computed."""
     if depth:
         for value in node.inputs:
             maker = value.producer() if value is not None and is_float(value) else None
@@ -101,7 +101,7 @@ def _sources(node: onnx_ir.Node, types: frozenset[str], depth: int = 6) -> Itera
 
 
 def _affine_tail(node: onnx_ir.Node) -> Iterator[onnx_ir.Node]:
-    """The multiplication and the addition by constants that may follow the division of a norm."""
+    """Yield the multiplication and the addition by constants that may follow the division of a norm."""
     value = node.outputs[0]
     for op_type in ("Mul", "Add"):
         found = [reader for reader in readers(value) if is_op(reader, op_type)]
@@ -112,19 +112,19 @@ def _affine_tail(node: onnx_ir.Node) -> Iterator[onnx_ir.Node]:
 
 
 def _is_root(node: onnx_ir.Node) -> bool:
-    """Whether a node takes a root or an inverse; a power of -0.5 is both."""
+    """Return whether a node takes a root or an inverse; a power of -0.5 is both."""
     exponent = power_of(node)
     return is_op(node, *ROOTS) or (exponent is not None and exponent < 0)
 
 
 def _outgrows(node: onnx_ir.Node) -> bool:
-    """Whether the result of a power can be beyond float16: not where a Clip in front bounds its input."""
+    """Return whether the result of a power can be beyond float16: not where a Clip in front bounds its input."""
     exponent, bound = power_of(node), _bound_of(node.inputs[0])
     return bound is None or bound ** (2 if exponent is None else exponent) > FP16_MAX
 
 
 def _bound_of(value: onnx_ir.Value | None) -> float | None:
-    """The largest magnitude that a Clip lets through; None behind any other node."""
+    """Return the largest magnitude that a Clip lets through; None behind any other node."""
     clip = value.producer() if value is not None else None
     if clip is None or not is_op(clip, "Clip") or len(clip.inputs) < 3:
         return None
@@ -133,7 +133,7 @@ def _bound_of(value: onnx_ir.Value | None) -> float | None:
 
 
 def squares(node: onnx_ir.Node) -> bool:
-    """Whether a node raises to a constant power of 2 or more, or multiplies a number with itself."""
+    """Return whether a node raises to a constant power of 2 or more, or multiplies a number with itself."""
     if is_op(node, "Mul"):
         return node.inputs[0] is node.inputs[1]
     exponent = power_of(node)
@@ -141,12 +141,12 @@ def squares(node: onnx_ir.Node) -> bool:
 
 
 def is_square(node: onnx_ir.Node) -> bool:
-    """Whether a node multiplies a number with itself, or raises it to the power of 2."""
+    """Return whether a node multiplies a number with itself, or raises it to the power of 2."""
     return node.inputs[0] is node.inputs[1] if is_op(node, "Mul") else power_of(node) == 2
 
 
 def power_of(node: onnx_ir.Node) -> float | None:
-    """The constant number that a node raises to; None for any other node."""
+    """Return the constant number that a node raises to; None for any other node."""
     exponent = constant_of(node.inputs[1]) if is_op(node, "Pow") else None
     return float(exponent.numpy().reshape(())) if exponent is not None and exponent.size == 1 else None
 
@@ -176,7 +176,7 @@ def _unmarked(opened_by: _Opener, model: onnx_ir.Model) -> Iterator[onnx_ir.Node
 
 
 def _parts_at(node: onnx_ir.Node) -> _Found:
-    """The norm, softmax or angle in parts that a node opens, if any; bfloat16 holds the range of all other chains.
+    """Return the norm, softmax or angle in parts that a node opens, if any; bfloat16 holds the range of all other chains.
 
     A square that is not summed, an epsilon of 1e-12 and a factor of 1e6 lose no more digits than any other number.
     """
@@ -192,7 +192,7 @@ def _parts_at(node: onnx_ir.Node) -> _Found:
 
 
 def _opened_by(node: onnx_ir.Node) -> _Found:
-    """The chain that a node opens, if any, with the reason to keep it in float32."""
+    """Return the chain that a node opens, if any, with the reason to keep it in float32."""
     if squares(node) or is_op(node, "ReduceSumSquare", "ReduceL2"):
         return _of_squares(node) if _outgrows(node) else None
     if is_op(node, "Exp"):
@@ -219,7 +219,7 @@ def _of_squares(node: onnx_ir.Node) -> _Found:
 
 
 def _tails(chain: Chain) -> list[onnx_ir.Node]:
-    """The scale and shift of a norm's result: runtimes fuse the whole norm, and refuse one of two types."""
+    """Return the scale and shift of a norm's result: runtimes fuse the whole norm, and refuse one of two types."""
     return [tail for one in chain.nodes if is_op(one, "Div", "Mul") for tail in _affine_tail(one)]
 
 
@@ -252,7 +252,7 @@ def _of_angle(node: onnx_ir.Node) -> _Found:
 
 
 def _epsilon_of(node: onnx_ir.Node) -> tuple[float, tuple[onnx_ir.Node, ...]] | None:
-    """The small constant of a node that guards with one, and the nodes between the constant and the node."""
+    """Return the small constant of a node that guards with one, and the nodes between the constant and the node."""
     if not is_op(node, "Add", "Sub", "Max", "Clip", "Where"):
         return None
     values = {"Clip": node.inputs[1:2], "Where": node.inputs[1:]}.get(node.op_type, node.inputs)
@@ -271,7 +271,7 @@ def _of_epsilon(node: onnx_ir.Node, epsilon: float, path: Iterable[onnx_ir.Node]
 
 
 def _of_scales(node: onnx_ir.Node, factor: float) -> _Found:
-    """A large factor, and what follows up to the small factor that reverts it."""
+    """Return a large factor, and what follows up to the small factor that reverts it."""
     path, value = [node], node.outputs[0]
     while len(path) < 12:
         after = readers(value)
@@ -288,7 +288,7 @@ def _of_scales(node: onnx_ir.Node, factor: float) -> _Found:
 
 
 def _constant_path(value: onnx_ir.Value | None, products: int = MOST_PRODUCTS) -> tuple[float, tuple[onnx_ir.Node, ...]] | None:
-    """The largest magnitude in a float constant, and the nodes through which it passes; None for a value that varies.
+    """Return the largest magnitude in a float constant, and the nodes through which it passes; None for a value that varies.
 
     An epsilon behind an Identity, a Cast or an Expand is constant, and so is a product of constants, `products` deep.
     """

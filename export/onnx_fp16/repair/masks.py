@@ -104,7 +104,7 @@ class _Mask:
 
 
 def _masked_additions(model: onnx_ir.Model) -> list[tuple[onnx_ir.Node, int, _Mask]]:
-    """The last additions or subtractions of a mask before a Softmax, the index of the mask's side, and the mask."""
+    """Return the last additions or subtractions of a mask before a Softmax, the index of the mask's side, and the mask."""
     if opset_of(model) < FIRST_OPSET:
         return []
     found = []
@@ -118,20 +118,20 @@ def _masked_additions(model: onnx_ir.Model) -> list[tuple[onnx_ir.Node, int, _Ma
 
 
 def _is_private(mask: _Mask, inside: set[onnx_ir.Node]) -> bool:
-    """Whether no node outside reads a number of the mask, so that its constants may change."""
+    """Return whether no node outside reads a number of the mask, so that its constants may change."""
     inside = {*inside, *_infinity_tests(mask)}  # a softened number is as finite as the one before
     values = [value for node in mask.nodes for value in node.outputs]
     return not any(value.is_graph_output() or set(readers(value)) - inside for value in values)
 
 
 def _infinity_tests(mask: _Mask) -> list[onnx_ir.Node]:
-    """The nodes that test whether the mask hides a whole row by -infinity, which a large number is in float16."""
+    """Return the nodes that test whether the mask hides a whole row by -infinity, which a large number is in float16."""
     found = [node for made in mask.nodes for value in made.outputs for node in readers(value) if asks_for_infinity(node)]
     return found + [node for test in found for value in test.outputs for node in readers(value) if is_op(node, "Equal")]
 
 
 def _way_to_softmax(value: onnx_ir.Value, longest: int = LONGEST_WAY) -> list[onnx_ir.Node]:
-    """The nodes from a value up to the Softmax, if all its readers lead there; else none."""
+    """Return the nodes from a value up to the Softmax, if all its readers lead there; else none."""
     if value.is_graph_output() or not longest:
         return []
     way = []
@@ -151,7 +151,7 @@ def _hides_to_the_end(addition: onnx_ir.Node) -> bool:
 
 
 def _mask_of(value: onnx_ir.Value | None) -> _Mask:
-    """The mask that a value is: additions, products, choices and moves of constants, integers, booleans and inputs."""
+    """Return the mask that a value is: additions, products, choices and moves of constants, integers, booleans and inputs."""
     mask, waiting, seen = _Mask(), [value], set[onnx_ir.Value]()
     while waiting:
         current = waiting.pop()
@@ -224,7 +224,7 @@ def _keep_masks(model: onnx_ir.Model) -> list[Repair]:
 
 
 def _outgrowing(softmax: onnx_ir.Node) -> Iterator[onnx_ir.Node]:
-    """The nodes that read or make a mask beyond float16's range, the Softmax included."""
+    """Yield the nodes that read or make a mask beyond float16's range, the Softmax included."""
     sizes: dict[onnx_ir.Value | None, float] = {}
     for node in _in_order(softmax):
         inputs = [_constant_size(node, value) if value not in sizes else sizes[value] for value in node.inputs]
@@ -235,7 +235,7 @@ def _outgrowing(softmax: onnx_ir.Node) -> Iterator[onnx_ir.Node]:
 
 
 def _in_order(softmax: onnx_ir.Node) -> list[onnx_ir.Node]:
-    """The nodes that compute a Softmax's masks in topological order, the Softmax last."""
+    """Return the nodes that compute a Softmax's masks in topological order, the Softmax last."""
     order: dict[onnx_ir.Node, None] = {}
     waiting, seen = [(softmax, False)], {softmax}
     while waiting:
@@ -260,7 +260,7 @@ def _is_passed(node: onnx_ir.Node) -> bool:
 
 
 def _size(node: onnx_ir.Node, inputs: list[float]) -> float:
-    """The largest magnitude of a node's result from masks alone; 0 where it reads none."""
+    """Return the largest magnitude of a node's result from masks alone; 0 where it reads none."""
     if is_op(node, "Mul"):
         return inputs[0] * inputs[1]
     if is_op(node, "Div"):
@@ -272,7 +272,7 @@ def _size(node: onnx_ir.Node, inputs: list[float]) -> float:
 
 
 def _constant_size(node: onnx_ir.Node, value: onnx_ir.Value | None) -> float:
-    """The largest magnitude of an input that no mask node makes: 1 for integers and booleans, 0 for scores."""
+    """Return the largest magnitude of an input that no mask node makes: 1 for integers and booleans, 0 for scores."""
     if value is None:
         return 0.0
     if value.dtype is not None and value.dtype != FLOAT:

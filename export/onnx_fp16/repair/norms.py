@@ -127,7 +127,7 @@ def _last_size(value: onnx_ir.Value | None) -> int | None:
 
 
 def _scalar(value: onnx_ir.Value | None) -> float | None:
-    """A constant number; one of more dimensions could give the sum more than the norm has."""
+    """Return a constant number; one of more dimensions could give the sum more than the norm has."""
     return number_of(value) if value is not None and value.shape is not None and len(value.shape) < 2 else None
 
 
@@ -139,7 +139,7 @@ def _over_the_last(reduction: onnx_ir.Node) -> bool:
 
 
 def _divided(root: onnx_ir.Node, centred: onnx_ir.Value) -> tuple[onnx_ir.Node, ...] | None:
-    """The division of x - mean by the root; or the multiplication by the root's reciprocal, and that."""
+    """Return the division of x - mean by the root; or the multiplication by the root's reciprocal, and that."""
     reader = only_reader(root.outputs[0])
     if reader is None or reader.graph is not root.graph:
         return None
@@ -216,7 +216,7 @@ def _moments_norm_at(root: onnx_ir.Node) -> _MomentsNorm | None:
 
 
 def _variance_at(root: onnx_ir.Node) -> tuple[onnx_ir.Node, float, tuple[onnx_ir.Node, ...]] | None:
-    """The mean, the epsilon, and the nodes from the addition of the epsilon back to the square."""
+    """Return the mean, the epsilon, and the nodes from the addition of the epsilon back to the square."""
     plus = made_for(root, root.inputs[0], "Add")
     if plus is None:
         return None
@@ -238,7 +238,7 @@ def _variance_at(root: onnx_ir.Node) -> tuple[onnx_ir.Node, float, tuple[onnx_ir
 
 
 def _after(root: onnx_ir.Node, mean: onnx_ir.Node) -> tuple[onnx_ir.Node, onnx_ir.Node, tuple[onnx_ir.Node, ...]] | None:
-    """The division by the root, its numerator, and the reciprocals of the root, if no other node reads the root."""
+    """Return the division by the root, its numerator, and the reciprocals of the root, if no other node reads the root."""
     found = readers(root.outputs[0])
     inverses = tuple(node for node in found if is_op(node, "Reciprocal"))
     others = [node for node in found if node not in inverses]
@@ -255,7 +255,7 @@ def _after(root: onnx_ir.Node, mean: onnx_ir.Node) -> tuple[onnx_ir.Node, onnx_i
 
 
 def _number(value: onnx_ir.Value | None) -> float | None:
-    """The number of a scalar, also behind a Cast."""
+    """Return the number of a scalar, also behind a Cast."""
     maker = value.producer() if value is not None else None
     source = maker.inputs[0] if maker is not None and is_op(maker, "Cast") else value
     scalar = value is not None and value.shape is not None and len(value.shape) <= 1

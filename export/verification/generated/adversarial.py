@@ -77,7 +77,7 @@ def adversarial_cases(
 
 
 def is_mask(value: Input, feeds: Sequence[Feed]) -> bool:
-    """Whether an input is a mask: booleans, integers of 0 and 1, or floats up to 0 or 1 named "mask"; never a scalar."""
+    """Return whether an input is a mask: booleans, integers of 0 and 1, or floats up to 0 or 1 named "mask"; never a scalar."""
     arrays = [feed[value.name] for feed in feeds]
     if not all(array.ndim for array in arrays):
         return False

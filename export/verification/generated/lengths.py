@@ -82,7 +82,7 @@ class VaryingSizes:
         return {name: size for name, size in sizes.items() if size}
 
     def tried(self, feeds: Sequence[Feed]) -> dict[str, tuple[int, ...]]:
-        """All sizes in these batches, in rising order."""
+        """Return all sizes in these batches, in rising order."""
         found: dict[str, set[int]] = {}
         for feed in feeds:
             for name, size in self.of(feed).items():
@@ -90,13 +90,13 @@ class VaryingSizes:
         return {name: tuple(sorted(sizes)) for name, sizes in found.items()}
 
     def longest(self, feeds: Feeds) -> Feed:
-        """The batch with the largest size, its first sample alone where batches may have any size."""
+        """Return the batch with the largest size, its first sample alone where batches may have any size."""
         feed = max(feeds.batches, key=lambda each: max(self.of(each).values(), default=0), default={})
         cut = self._rows_are_samples and feeds.resizable and all(array.ndim for array in feed.values())
         return {name: array[:1] for name, array in feed.items()} if cut else feed
 
     def cases(self, feeds: Feeds, sizes: Sequence[Mapping[str, int]]) -> list[AdversarialCase]:
-        """The longest batch with each of the sizes.
+        """Return the longest batch with each of the sizes.
 
         Raises:
             ExportError: A batch does not fit in memory.
@@ -163,7 +163,7 @@ class _Attempts:
                 failing = middle
 
     def _runs(self, size: int) -> bool:
-        """Whether the model answers a sample of this size; then its cost is noted."""
+        """Return whether the model answers a sample of this size; then its cost is noted."""
         try:
             cases = self._varying.cases(self._feeds, [self._scaled(size)])
             feed = cases[0].feed if cases else self._varying.longest(self._feeds)
@@ -178,7 +178,7 @@ class _Attempts:
         return True
 
     def _costs_too_much(self, size: int) -> bool:
-        """Whether a size is over the bounds if the time grows as the square of the samples' own growth."""
+        """Return whether a size is over the bounds if the time grows as the square of the samples' own growth."""
         seconds, numbers = self._cost
         growth = (size / self._ran) ** self._varying.most_axes
         return seconds * growth**2 > MOST_SECONDS or numbers * growth > MOST_NUMBERS

@@ -61,7 +61,7 @@ def _batch(model: ModelFile, wanted: Sequence[Input], dims: Mapping[str, int] | 
 
 
 def _affordable(model: ModelFile, feed: Feed, count: int) -> tuple[int, str]:
-    """How many such batches, at most `count`, stay within the bounds, and the reason where these are fewer."""
+    """Return how many such batches, at most `count`, stay within the bounds, and the reason where these are fewer."""
     with Sandbox() as sandbox:
         try:
             answer = at_first_level(on_disk(model, sandbox), sandbox, sandbox.stage([feed]))

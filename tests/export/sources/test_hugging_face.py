@@ -77,14 +77,7 @@ def options_of(task: str, folder: Path) -> SourceOptions:
 def exported(source: Source, repository: Path) -> Certified:
     target = RepositoryTarget(repository=repository, name=source.name, task=source.task)
     return export_verified(
-        source.module,
-        source.samples,
-        target,
-        ModuleSettings(),
-        dynamic=source.dynamic,
-        policy=source.policy,
-        record=None,
-        progress=lambda _: None,
+        source.module, source.samples, target, ModuleSettings(), dynamic=source.dynamic, policy=source.policy
     )
 
 
@@ -304,7 +297,11 @@ def test_a_tower_embeds_as_the_whole_model_does(tower: str, tmp_path: Path) -> N
     inputs = {name: tensor[:4] for name, tensor in source.samples.inputs.items()}
     whole = transformers.AutoModel.from_pretrained(folder).eval()
     prepared = (inputs.get("image", torch.zeros(4, 32, 32, 3)) / 255 - torch.tensor([0.5, 0.4, 0.3])) / torch.tensor(
-        [0.2, 0.25, 0.3]
+        [
+            0.2,
+            0.25,
+            0.3,
+        ]
     )
     words = {name: inputs.get(name, torch.ones(4, 5, dtype=torch.int64)) for name in ("input_ids", "attention_mask")}
     with torch.no_grad():

@@ -79,16 +79,7 @@ def test_a_folder_of_timm_becomes_a_model_with_its_labels(tmp_path: Path) -> Non
     assert source.task is not None
     assert (source.name, source.task.labels) == ("my-net", tuple(labels))
     target = RepositoryTarget(repository=tmp_path / "models", name=source.name, task=source.task)
-    done = export_verified(
-        source.module,
-        source.samples,
-        target,
-        ModuleSettings(),
-        dynamic={},
-        policy=source.policy,
-        record=None,
-        progress=lambda _: None,
-    )
+    done = export_verified(source.module, source.samples, target, ModuleSettings(), policy=source.policy)
     images = source.samples.inputs["image"][:2]
     (answer,) = session(str(done.path / "model.onnx")).run(None, {"image": images.numpy()})
     with torch.no_grad():

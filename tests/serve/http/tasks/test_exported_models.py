@@ -28,16 +28,8 @@ CLASSIFIER = "BertForSequenceClassification"
 def exported(folder: Path, repository: Path) -> None:
     source = open_hugging_face(folder, SourceOptions(max_samples=32))
     target = RepositoryTarget(repository=repository, name=source.name, task=source.task)
-    export_verified(
-        source.module,
-        source.samples,
-        target,
-        ModuleSettings(adversarial=False, search=False),
-        dynamic=source.dynamic,
-        policy=source.policy,
-        record=None,
-        progress=lambda _: None,
-    )
+    settings = ModuleSettings(adversarial=False, search=False)
+    export_verified(source.module, source.samples, target, settings, dynamic=source.dynamic, policy=source.policy)
 
 
 def outputs(folder: Path, auto_class: str, *texts: list[str]) -> tuple[Any, Any]:
