@@ -181,7 +181,7 @@ class Backend(Protocol):
         ...
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
-        """The dtype in which `run` takes the input `name`; it may be wider than on the wire."""
+        """Return the dtype in which `run` takes the input `name`; it may be wider than on the wire."""
         ...
 
     def run(self, inputs: Tensors) -> Tensors:
