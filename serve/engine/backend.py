@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.requests import CallingExecution, InferRequest
-from halfserve.serve.engine.results import LaterAnswer
+from halfserve.serve.engine.results import BegunBatch, LaterAnswer
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 
 OPENVINO_BACKEND = "openvino"
@@ -181,7 +181,7 @@ class Backend(Protocol):
         ...
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
-        """The dtype in which `run` takes the input `name`; it may be wider than on the wire."""
+        """Return the dtype in which `run` takes the input `name`; it may be wider than on the wire."""
         ...
 
     def run(self, inputs: Tensors) -> Tensors:
@@ -247,15 +247,15 @@ class RequestBackend:
     def compute_dtype(self, name: str) -> np.dtype[Any]:
         raise NotImplementedError(name)
 
-    def begin(self, requests: Sequence[InferRequest], ready: Callable[[bool], None]) -> bool:  # noqa: ARG002  (of subclasses)
+    def begin(self, requests: Sequence[InferRequest], batch: BegunBatch) -> bool:  # noqa: ARG002  (of subclasses)
         """Begin to answer requests without a thread that waits for the answers; `compute` returns them afterwards.
 
         Args:
             requests: the requests.
-            ready: called once, on the event loop, with whether `compute` returns at once. A thread is to call it otherwise.
+            batch: gets the call of `ready`.
 
         Returns:
-            Whether `ready` is called. A thread is to call `compute` otherwise.
+            Whether `batch.ready` is called. A thread is to call `compute` otherwise.
         """
         return False
 

@@ -221,7 +221,7 @@ class CudaDriver:
             self.blocking.discard(device_id)
 
     def is_lost(self, device_id: int) -> bool:
-        """Whether the device is lost to this process: after an asynchronous fault every call fails."""
+        """Return whether the device is lost to this process: after an asynchronous fault every call fails."""
         try:
             self.call_within(self._context(device_id), "cuStreamSynchronize", DEFAULT_STREAM)
         except CudaError as error:

@@ -16,6 +16,7 @@ import math
 import os
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from typing import Protocol
 
 MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUP = Path("/sys/fs/cgroup")
@@ -28,6 +29,23 @@ ENOUGH = 65_536  # number of files that suffices for all allowed connections
 FEWEST_SPARE, MOST_SPARE = 16, 256
 FEWEST_CONNECTIONS = 8  # allowed even if there are too few files
 OPEN_FILES = Path("/dev/fd")  # has an entry for each open file
+
+
+class BudgetShare(Protocol):
+    """A share of the memory that a server may hold for all its clients."""
+
+    @property
+    def is_short(self) -> bool:
+        """Whether memory is short and this share holds more than its part."""
+        ...
+
+    @property
+    def is_crowded_out(self) -> bool:
+        """Whether the memory is spent, this share holds more than its part, and the others hold most of it."""
+        ...
+
+    def resize(self, size: int) -> None:
+        """Set the number of bytes that it holds."""
 
 
 def group_folders(controller: str = "") -> list[Path]:

@@ -34,6 +34,17 @@ class LaterAnswer:
             done(self._result)
 
 
+class BegunBatch:
+    """A batch that a backend answers without a thread that waits for the answers."""
+
+    def ready(self, *, at_once: bool) -> None:
+        """End the batch; called once, on the event loop, when the backend has answered or a thread has to wait for it.
+
+        `at_once`: whether the backend's `compute` returns at once. A thread is to call it otherwise.
+        """
+        raise NotImplementedError(at_once)
+
+
 class Answered:
     """Requests that were computed together.
 

@@ -24,7 +24,7 @@ from halfserve.serve.engine.backend import RESCHEDULE, ModelInterface, Outcome, 
 from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, UnavailableError
 from halfserve.serve.engine.execution.output_backlog import OutputBacklog
 from halfserve.serve.engine.requests import CallingExecution, InferRequest
-from halfserve.serve.engine.results import LaterAnswer
+from halfserve.serve.engine.results import BegunBatch, LaterAnswer
 from halfserve.serve.engine.tensors import LateInputs, Tensors
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ class PythonBackend(RequestBackend):
             raise answer
         return answer if isinstance(answer, Mapping) else {}
 
-    def begin(self, requests: Sequence[InferRequest], ready: Callable[[bool], None]) -> bool:
+    def begin(self, requests: Sequence[InferRequest], batch: BegunBatch) -> bool:
         """See `RequestBackend`. Requests whose bytes take long to copy or to convert are left to a thread."""
         size = sum([request.size for request in requests])
         is_long = (
@@ -174,7 +174,7 @@ class PythonBackend(RequestBackend):
         execution = self._executed(requests)
 
         def came(tensors: Sequence[WireTensor] | None) -> None:
-            ready(tensors is not None and self._reader.is_quick(tensors))
+            batch.ready(at_once=tensors is not None and self._reader.is_quick(tensors))
 
         is_begun = bool(execution.numbered) and self._runner.begin(execution.header, execution.tensors, came)
         self._begun = execution  # not if an error was raised: nothing has been sent then

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Final
 
 from halfserve.serve.engine.dispatch.delivery import Delivery
@@ -126,7 +126,7 @@ class Dispatcher:
         """Compute a request that has nothing to wait for at the end of this turn, unless others come."""
         self.lone.request = request
         request.line = self.lone
-        self.soon = self._call_soon(self._run_lone)
+        self.soon = self._running_loop().call_soon(self._run_lone)
 
     def queued(self, request: InferRequest) -> None:
         """Dispatch a queued request in this turn, if a copy can take it."""
@@ -138,7 +138,7 @@ class Dispatcher:
     def dispatch_soon(self) -> None:
         """Dispatch later in this turn of the loop, so that requests that arrive in one turn share a batch."""
         if self.soon is None:
-            self.soon = self._call_soon(self._gather)
+            self.soon = self._running_loop().call_soon(self._gather)
 
     def dispatch(self) -> None:
         """Start the batches that may leave now."""
@@ -167,10 +167,10 @@ class Dispatcher:
         if hurry:
             self._refusals.notice_drained()
 
-    def _call_soon(self, step: Callable[[], None]) -> asyncio.Handle:
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-        return self._loop.call_soon(step)
+        return self._loop
 
     def _run_lone(self) -> None:
         """Compute and answer the lone request: the way of most requests of a server that is not busy.
@@ -209,7 +209,7 @@ class Dispatcher:
         if waiting >= FEW or waiting == self.lone.latest_size == 1:
             self.dispatch()
         else:
-            self.soon = self._call_soon(self.dispatch)
+            self.soon = self._running_loop().call_soon(self.dispatch)
 
     def _next_batch(self, now: float, *, hurry: bool, begins: float | None = None) -> Batch | None:
         """Return a batch that may start; late requests get their errors. `begins`: see `BatchQueue.take`."""

@@ -9,7 +9,7 @@ from typing import Any
 from halfserve.serve.engine.errors import InstanceLostError, UnavailableError
 from halfserve.serve.engine.queueing.waiting_requests import is_late
 from halfserve.serve.engine.requests import CallingExecution, InferRequest
-from halfserve.serve.engine.results import LateRequests, LostRequests, Results
+from halfserve.serve.engine.results import BegunBatch, LateRequests, LostRequests, Results
 
 
 class PreparedBatch:
@@ -58,7 +58,7 @@ class BatchRunner:
         """Call a function on the thread that prepares batches; returns False if there is none."""
         return False
 
-    def begin(self, requests: list[InferRequest], ready: Callable[[bool], None]) -> bool:  # noqa: ARG002  (of subclasses)
+    def begin(self, requests: list[InferRequest], batch: BegunBatch) -> bool:  # noqa: ARG002  (of subclasses)
         """See `RequestBackend.begin`."""
         return False
 

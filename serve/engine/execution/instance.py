@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -20,7 +19,7 @@ from halfserve.serve.engine.errors import UnavailableError
 from halfserve.serve.engine.execution.batch_runner import BatchRunner, PreparedBatch, lost
 from halfserve.serve.engine.execution.recovery import Recovery
 from halfserve.serve.engine.requests import CallingExecution, InferRequest
-from halfserve.serve.engine.results import Failed, Results, fault_of
+from halfserve.serve.engine.results import BegunBatch, Failed, Results, fault_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +30,10 @@ Finished = Callable[[Results], None]
 
 
 @dataclass(eq=False)
-class _Job:
+class _Job(BegunBatch):
     """A batch that is being computed, or the next one."""
 
+    instance: Instance
     loop: asyncio.AbstractEventLoop
     requests: list[InferRequest]
     finished: Finished
@@ -43,6 +43,9 @@ class _Job:
     is_behind: bool = False  # whether another batch was there when it was submitted
     begun_ns: int = 0  # when it was handed to a backend that begins batches on the loop; 0 for others
     is_on_loop: bool = False  # whether no thread waits for its end
+
+    def ready(self, *, at_once: bool) -> None:
+        self.instance.end_begun(self, at_once=at_once)
 
 
 class Instance:
@@ -156,7 +159,7 @@ class Instance:
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()
         runner = self.recovery.runner
-        job = _Job(loop, requests, finished, is_behind=bool(self._jobs))
+        job = _Job(self, loop, requests, finished, is_behind=bool(self._jobs))
         job.prepared = runner.prepare(requests, is_behind=job.is_behind)
         self._jobs.append(job)
         if self._max_compute_s is not None and self._timer is None:  # one timer checks many batches
@@ -164,7 +167,7 @@ class Instance:
         if runner.has_process and not job.is_behind:
             job.begun_ns = time.monotonic_ns()
             try:
-                job.is_on_loop = runner.begin(requests, partial(self._ready, job))
+                job.is_on_loop = runner.begin(requests, job)
             except Exception:  # noqa: BLE001  (the thread meets it again, where an error is the result of the requests)
                 job.begun_ns = 0
         if not job.is_on_loop:
@@ -204,7 +207,7 @@ class Instance:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(closed.set)
 
-    def _ready(self, job: _Job, at_once: bool) -> None:
+    def end_begun(self, job: _Job, *, at_once: bool) -> None:
         """End the batch that a backend has begun, on the calling thread if that takes no time."""
         if at_once:
             job.results = self.recovery.runner.run(job.requests, begun_ns=job.begun_ns)

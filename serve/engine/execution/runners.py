@@ -26,7 +26,7 @@ from halfserve.serve.engine.padding.padding import Padding
 from halfserve.serve.engine.padding.ragged import Ragged
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.requests import Answer, BatchOutputs, CallingExecution, InferRequest
-from halfserve.serve.engine.results import Answered, Failed, Results
+from halfserve.serve.engine.results import Answered, BegunBatch, Failed, Results
 from halfserve.serve.engine.tensors import RawInputs, Tensors
 
 
@@ -91,8 +91,8 @@ class RequestRunner(BatchRunner):
     def can_reload(self) -> bool:
         return self._how.reload is not None
 
-    def begin(self, requests: list[InferRequest], ready: Callable[[bool], None]) -> bool:
-        return self.backend.begin(requests, ready)
+    def begin(self, requests: list[InferRequest], batch: BegunBatch) -> bool:
+        return self.backend.begin(requests, batch)
 
     def let_go(self) -> None:
         self.backend.let_go()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Final, Protocol
+from typing import Final
 
 from halfserve.serve.engine.background_threads import Worker
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, QueueFullError, UnavailableError
 from halfserve.serve.engine.pictures.decoding_job import DecodingJob
 from halfserve.serve.engine.queueing.client_queue import ClientQueue
+from halfserve.serve.engine.resource_limits import BudgetShare
 
 PICTURE_THREADS: Final = 2  # so that decoding leaves the other cores to the models; one is always free of long pictures
 MOST_REQUESTS: Final = 8192  # unanswered ones with pictures, over all models
@@ -24,25 +25,13 @@ RETRY_S: Final = 1.0
 FULL: Final = "the server holds as much memory for clients as it may (--max-buffered-mib); retry with back-off"
 
 
-class PictureShare(Protocol):
-    """A share of the memory that a server may hold for all its clients."""
-
-    @property
-    def is_crowded_out(self) -> bool:
-        """Whether the memory is spent, this share holds more than its part, and the others hold most of it."""
-        ...
-
-    def resize(self, size: int) -> None:
-        """Set the number of bytes that it holds."""
-
-
 class DecodingThreads:
     """Runs the steps of jobs. On the event loop only."""
 
     def __init__(self) -> None:
         """Begin with DEFAULT_BYTES; no thread is started before the first picture."""
         self._limit = DEFAULT_BYTES
-        self._share: PictureShare | None = None
+        self._share: BudgetShare | None = None
         self._waiting: ClientQueue[DecodingJob] = ClientQueue()
         self._long: ClientQueue[DecodingJob] = ClientQueue()  # decoded one at a time; short ones do not wait for them
         self._workers: list[Worker] = []
@@ -51,7 +40,7 @@ class DecodingThreads:
         self._requests = 0
         self._has_long = False  # whether a long step is in progress
 
-    def bound(self, limit_bytes: int, share: PictureShare) -> None:
+    def bound(self, limit_bytes: int, share: BudgetShare) -> None:
         """Bound the memory, and count it in a share of the server's. To be called before the first request."""
         self._limit, self._share = limit_bytes, share
 

@@ -103,7 +103,7 @@ class PrecisionGuard:
         return self._tally.counters()
 
     def recent_events(self) -> list[GuardEvent]:
-        """The latest events, newest first."""
+        """Return the latest events, newest first."""
         return self._tally.recent_events()
 
     def stop(self) -> None:

@@ -7,12 +7,13 @@ that the latest runs of its ensemble have held, and waits before its first step 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from halfserve.serve.engine.errors import QueueFullError, UnavailableError
 from halfserve.serve.engine.queueing.deadline_timer import DeadlineTimer
 from halfserve.serve.engine.queueing.waiting_requests import is_late
 from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.resource_limits import BudgetShare
 from halfserve.serve.engine.tensors import Tensors, memory_of
 
 MOST_WAITING: Final = 8192  # most waiting runs, over all ensembles
@@ -26,18 +27,6 @@ RETRY_S: Final = 1.0
 FULL: Final = (
     "the server holds as many tensors between the steps of ensembles as it may (--max-buffered-mib); retry with back-off"
 )
-
-
-class BudgetShare(Protocol):
-    """A share of the memory that a server may hold for all its clients."""
-
-    @property
-    def is_short(self) -> bool:
-        """Whether memory is short and this share holds more than its part."""
-        ...
-
-    def resize(self, size: int) -> None:
-        """Set the number of bytes that it holds."""
 
 
 class StepMemory:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.queueing.deadline_timer import ROUNDING_S, SWEEP_S, DeadlineTimer
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.results import BegunBatch
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.simulated_cluster.virtual_time import run_virtually
 
@@ -34,9 +36,9 @@ class SlowBackend(RequestBackend):
     def __init__(self) -> None:
         self.batches: list[int] = []
 
-    def begin(self, requests: Sequence[InferRequest], ready: Callable[[bool], None]) -> bool:
+    def begin(self, requests: Sequence[InferRequest], batch: BegunBatch) -> bool:
         self.batches.append(len(requests))
-        asyncio.get_running_loop().call_later(BATCH_S, ready, True)
+        asyncio.get_running_loop().call_later(BATCH_S, partial(batch.ready, at_once=True))
         return True
 
     def compute(self, requests: Sequence[InferRequest]) -> list[Outcome]:
