@@ -137,7 +137,7 @@ class ServerOrders:
         try:
             await self._server.call(order.path, order.request, None)
         except NotFoundError:
-            if order.path != UNLOAD:  # of a model whose load had failed
+            if order.path != UNLOAD:  # the load of the model had failed
                 raise
 
     def _start(self, target: str, order: Order, *, again: bool = False) -> None:

@@ -155,7 +155,7 @@ class Controller:
         await finished(self._try_and_spread(name, Order.new(LOAD, request)), self._tasks)
 
     async def _try_and_spread(self, name: str, order: Order) -> None:
-        """Have one member load a model; if it does not refuse, all others load it, and those that join later."""
+        """Have one member load a model; if it does not refuse, all other members load it, now and later."""
         async with self._lock(name):
             while True:
                 first = next(iter(self._servers(name)), None)

@@ -234,7 +234,7 @@ def scale(
     deployed = ray_cluster.deployed(name)
     if deployed is None:
         ray_cluster.controller(name)
-        raise ClusterError(f"cluster {name!r} is being stopped")
+        raise ClusterError(f"no servers run under the name {name!r}; `halfserve cluster status --json` shows the groups")
     ray_cluster.deploy(name, replace(deployed.arguments, replicas=replicas), wait_s=wait_seconds, say=_say)
 
 

@@ -278,22 +278,25 @@ def _needs(arguments: ClusterArguments) -> str:
 
 
 def delete(name: str) -> None:
-    """Drain and end all servers of an application, and the controller with the last one of its cluster. Ray Serve itself stays.
+    """Drain and end the servers of an application, or of all applications of the cluster of this name.
+
+    The controller ends with the last application of its cluster. Ray Serve itself stays.
 
     Raises:
         ClusterError: the servers have not ended in time.
     """
-    cluster = cluster_of(name)
-    if name in applications():
-        serve.delete(name, _blocking=False)
-        until_s = time.monotonic() + 2 * SHUTDOWN_S
-        while name in applications():
-            if time.monotonic() > until_s:
-                raise ClusterError(f"servers of {name!r} have not ended yet; `halfserve cluster status` shows them")
-            time.sleep(LOOK_S)
-    found = find_controller(cluster)
-    if found is not None and not any(cluster_of(one) == cluster for one in applications()):
-        ray.kill(found)
+    cluster, found = cluster_of(name), applications()
+    ending = {name} if name in found else {one for one in found if cluster_of(one) == name}
+    for one in ending:
+        serve.delete(one, _blocking=False)
+    until_s = time.monotonic() + 2 * SHUTDOWN_S
+    while ending & applications().keys():
+        if time.monotonic() > until_s:
+            raise ClusterError(f"servers of {name!r} have not ended yet; `halfserve cluster status` shows them")
+        time.sleep(LOOK_S)
+    actor = find_controller(cluster)
+    if actor is not None and not any(cluster_of(one) == cluster for one in applications()):
+        ray.kill(actor)
 
 
 def await_other_commands() -> None:
