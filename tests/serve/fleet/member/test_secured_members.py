@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from halfserve import Client, ModelNotFound, Tls
-from halfserve.serve.security.roles import Role
+from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.security.tokens import new_token
 from tests.serve.fleet.fleet import WAIT_S, X
 from tests.serve.fleet.local_cluster import Watch, local_cluster
