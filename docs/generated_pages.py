@@ -194,7 +194,7 @@ def _names() -> str:
 
 
 def _settings_of_conversions() -> str:
-    """The fields of the settings, which are keywords of the functions that convert."""
+    """Return the fields of the settings, which are keywords of the functions that convert."""
     parts = ["\n### Settings of a conversion\n\nKeywords of functions; a group has those of the groups before it too.\n"]
     shown: set[str] = set()
     for group in (ConversionSettings, PipelineSettings, ModuleSettings):

@@ -57,7 +57,7 @@ class ConversionTarget(Protocol):
         ...
 
     def recorded(self, source: ModelFile, inputs: Inputs) -> bytes:
-        """Samples to write beside the model, with their float32 answers (`recorded_samples`); empty for none."""
+        """Return the samples to write beside the model, with their float32 answers (`recorded_samples`); empty for none."""
         ...
 
     def bound(self, certificate: Certificate, source: ModelFile, model: ModelFile, recorded: bytes) -> Certificate:

@@ -155,7 +155,9 @@ def _converted_to_either(
 
 
 def _holds_bfloat16_weights(model: ModelFile) -> bool:
-    """Whether rounding a float32 model's matrices to bfloat16 changes hardly any: they were stored or trained in bfloat16."""
+    """Return whether rounding a float32 model's matrices to bfloat16 changes hardly any: they were stored or trained in
+    bfloat16.
+    """
     exact = total = 0
     for tensor in _matrices(model):
         total += tensor.size

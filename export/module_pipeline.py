@@ -249,7 +249,8 @@ def _sizes(call: ForwardCall, dynamic: Mapping[str, Mapping[int, str]]) -> dict[
 def float32_parts(
     module: nn.Module, settings: ModuleSettings, *, policy: Policy | None = None, record: Record | None = None
 ) -> dict[str, str]:
-    """The submodules and tensors that the user, the policy or the training record keeps in float32: reasons by dotted name.
+    """Return the submodules and tensors that the user, the policy or the training record keeps in float32: reasons by dotted
+    name.
 
     A submodule includes its parts. See `export_module` for the arguments; a type of float32's range holds the outputs that left
     float16's range in training.

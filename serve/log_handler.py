@@ -66,7 +66,7 @@ def _message(record: logging.LogRecord) -> str:
 
 
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    """The traceback of a record: of its exception, or that of another process in `trace` of its `extra`."""
+    """Return the traceback of a record: of its exception, or that of another process in `trace` of its `extra`."""
     trace = formatter.formatException(record.exc_info) if record.exc_info else str(vars(record).get("trace", ""))
     return cut(trace, MAX_TEXT)
 
@@ -139,7 +139,7 @@ class NonBlockingHandler(logging.StreamHandler[TextIO]):
         return f"{end}{self.format(report)}{self.terminator}"
 
     def _is_writable(self) -> bool:
-        """Whether a write would not block; True if the system cannot say."""
+        """Return whether a write would not block; True if the system cannot say."""
         if sys.platform == "win32":
             return True
         poll = select.poll()

@@ -236,7 +236,7 @@ def _certificate_key(path: Path | None) -> VerifyingKey | None:
 
 
 def addresses(options: ServerOptions) -> dict[str, Address]:
-    """The addresses that a server with these options listens on."""
+    """Return the addresses that a server with these options listens on."""
     host, http, security = options.host, options.http, options.security
     found = {GRPC: Address(host, options.grpc_port, "--grpc-port")}
     if http is not None:
@@ -358,7 +358,7 @@ def _memory_budget(options: ServerOptions) -> MemoryBudget:
 
 
 async def _finished_before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Whether the work finished before the stop signal; an exception of the work is raised."""
+    """Return whether the work finished before the stop signal; an exception of the work is raised."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()

@@ -181,13 +181,13 @@ def translated(flags: Sequence[str]) -> Translation:
 
 
 def shown(command: Sequence[str]) -> str:
-    """A command as one line, without its secrets."""
+    """Return a command as one line, without its secrets."""
     hidden = ["***" if before in SECRETS else word for before, word in zip(["", *command], command, strict=False)]
     return shlex.join(hidden).replace("'***'", "***")
 
 
 def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each flag's name and value: --name=value, or --name value."""
+    """Yield each flag's name and value: --name=value, or --name value."""
     words = iter(flags)
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")
@@ -297,7 +297,7 @@ def _trace(made: Translation, given: dict[str, list[str]]) -> None:
 
 
 def _trace_destination(made: Translation, mode: str, settings: dict[str, str], levels: set[str], *, is_off: bool) -> str:
-    """The value of --trace-to; "" for none. Removes the file from the settings."""
+    """Return the value of --trace-to; "" for none. Removes the file from the settings."""
     if mode == "opentelemetry":
         return "" if is_off else "otlp"
     if "tensors" in levels and not is_off:

@@ -38,7 +38,7 @@ class Learner:
 
 
 def train_step(precision: Precision, predictor: Learner, probe: Learner, inputs: Tensor, targets: Tensor) -> None:
-    """One iteration: two backwards, two steps of which each may be skipped on its own, one update of the scale.
+    """Run one iteration: two backwards, two steps of which each may be skipped on its own, one update of the scale.
 
     The predictor is a `nn.Sequential` whose last layer reads the features, of shape (n, 64), from which the probe tells inputs.
     """

@@ -84,7 +84,9 @@ class Certificate(PrecisionVerdict):
         return {name: verdict for name, verdict in self.precisions.items() if not verdict.passed}
 
     def to_json(self) -> dict[str, Any]:
-        """The certificate as JSON types, with the fields of the file that it was read from; NaN and infinities are strings."""
+        """Return the certificate as JSON types, with the fields of the file that it was read from; NaN and infinities are
+        strings.
+        """
         if self.document is not None:
             return deepcopy(self.document)
         about = {"model": self.model, "precision": self.precision}  # first, for people

@@ -80,7 +80,7 @@ def sizes_text(certificate: Certificate) -> str:
 
 
 def kind_lines(verdict: PrecisionVerdict) -> Iterator[str]:
-    """One line for each kind of columns: its columns, its scale and its largest error."""
+    """Yield one line for each kind of columns: its columns, its scale and its largest error."""
     for output in verdict.outputs:
         yield from (f"{output.name} ({output.execution}): {_kind_line(output.figures, k)}" for k in output.figures.kinds)
 

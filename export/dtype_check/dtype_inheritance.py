@@ -78,7 +78,7 @@ def new_full(x: Tensor, shape: int | Sequence[int], value: float) -> Tensor:
 
 
 def new_tensor(x: Tensor, data: Any) -> Tensor:
-    """`data` (numbers, nested lists of them, or an array) as a tensor in the dtype and on the device of `x`.
+    """Return `data` (numbers, nested lists of them, or an array) as a tensor in the dtype and on the device of `x`.
 
     A tensor is converted as `data.to(x)` does, with gradients and symbolic shapes.
 
@@ -124,7 +124,7 @@ def new_arange(x: Like, start: float, end: float | None = None, step: float = 1)
 
 
 def new_linspace(x: Like, start: float, end: float, steps: int) -> Tensor:
-    """`steps` evenly spaced values, `start` and `end` included, in the dtype and on the device of `x`; shape `(steps,)`.
+    """Return `steps` evenly spaced values, `start` and `end` included, in the dtype and on the device of `x`; shape `(steps,)`.
 
     Built from a range: `torch.linspace` makes the exporter silently freeze a dynamic `steps` at the example's size. Each
     half is measured from its own end, so that the first and the last value are exact. Computed in float32 (float64 when `x` is)

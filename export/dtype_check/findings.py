@@ -182,7 +182,7 @@ class FindingLog:
 
 
 def leak_table(report: LeakReport) -> Group:
-    """One table for each severity that occurs, and a line with the totals."""
+    """Return one table for each severity that occurs, and a line with the totals."""
     tables = [_table(severity, findings, report.dtype) for severity in SEVERITIES if (findings := report._of(severity))]  # noqa: SLF001  (the same module)
     return Group(*tables, Text(f"{report.model}: {totals(report)}"))
 

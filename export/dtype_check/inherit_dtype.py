@@ -95,7 +95,7 @@ class InheritDtype(TorchFunctionMode):
         return inheriting
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Hook that torch calls for every torch function in the region."""
+        """Handle every torch function in the region; torch calls this hook."""
         kwargs = kwargs or {}
         if self.inherited is None:
             self.inherited = _first_floating((args, kwargs))

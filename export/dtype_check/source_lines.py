@@ -150,7 +150,9 @@ def autocast_region(inside: SourceLine) -> SourceLine | None:
 
 
 def assigned_at(owner: type, name: str) -> SourceLine | None:
-    """Where a class assigns `self.NAME`, or registers the buffer or parameter NAME; None where its text does not show it."""
+    """Return where a class assigns `self.NAME`, or registers the buffer or parameter NAME; None where its text does not show
+    it.
+    """
     for cls in owner.__mro__:
         if cls.__module__.partition(".")[0] in ("torch", "builtins"):
             continue

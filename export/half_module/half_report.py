@@ -100,7 +100,9 @@ class HalfReport:
 
 
 def half_table(report: HalfReport, *, limit: int = 40) -> Table:
-    """A row for each warning, repair, float32 module and remarkable tensor, at most `limit`; the title counts all tensors."""
+    """Return a row for each warning, repair, float32 module and remarkable tensor, at most `limit`; the title counts all
+    tensors.
+    """
     counts = ", ".join(f"{count} {action}" for action, count in sorted(report.actions.items())) or "none"
     table = Table(title=f"tensors: {counts}", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("name, and why", overflow="fold")

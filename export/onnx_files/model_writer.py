@@ -179,7 +179,7 @@ def _digest(path: Path) -> str:
 
 
 def superseded_files(old: ModelFile, new: StagedModel) -> tuple[str, ...]:
-    """Data files of a replaced model that the new one does not use; they stay for readers of the old model."""
+    """Return the data files of a replaced model that the new one does not use; they stay for readers of the old model."""
     kept = {file.name for file in new.data_files}
     return tuple(location for location in old.locations if location not in kept)
 

@@ -20,7 +20,7 @@ def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """Every node of the graph, of the functions, and of the bodies of both."""
+    """Yield every node of the graph, of the functions, and of the bodies of both."""
     for nodes in (model.graph.node, *(function.node for function in model.functions)):
         for node in nodes:
             yield from _with_bodies(node)
@@ -53,7 +53,9 @@ def _with_bodies(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
 
 
 def typed_graphs(model: onnx.ModelProto) -> Iterator[tuple[onnx.GraphProto, Mapping[str, int]]]:
-    """Each graph, bodies included, with the element types (`TensorProto.DataType`) of all values that it can read, by name."""
+    """Yield each graph, bodies included, with the element types (`TensorProto.DataType`) of all values that it can read, by
+    name.
+    """
     yield from _typed(_inferred(model).graph, {})
 
 

@@ -103,7 +103,7 @@ def _decide(plan: CastingPlan) -> WeightRange:
 
 
 def _refuse_other_half(model: onnx_ir.Model, half: HalfType) -> None:
-    """A bfloat16 node would stay as it is, in a model that users take for float16; and the other way round."""
+    """Refuse nodes of the other half type: they would stay as they are, in a model that users take for float16 or bfloat16."""
     other = onnx_ir.DataType((FP16 if half is BF16 else BF16).elem_type)
     for node in all_nodes(model):
         if node.op_type in _COMPUTE_NOTHING or any(bodies(node)):
@@ -116,7 +116,7 @@ def _refuse_other_half(model: onnx_ir.Model, half: HalfType) -> None:
 
 
 def _refuse_float64(repairs: tuple[Repair, ...], half: HalfType) -> None:
-    """A model whose nodes all stay in float64 would be written unchanged, and users would take it for a converted one."""
+    """Refuse a model whose nodes all stay in float64: it would be written unchanged, and users would take it for converted."""
     staying = next((repair for repair in repairs if repair.pass_name == STAYING), None)
     if staying is not None:
         raise ExportError(

@@ -84,7 +84,9 @@ def signature_named(domain: str, op_type: str, opsets: Mapping[str, int]) -> Sig
 
 
 def first_opset_with_half(node: onnx_ir.Node, opsets: Mapping[str, int], half: HalfType) -> int | None:
-    """The first opset after the model's in which the operator takes the half type somewhere; None where no version does."""
+    """Return the first opset after the model's in which the operator takes the half type somewhere; None where no
+    version does.
+    """
     if node.domain:
         return None
     for version in range(opsets.get("", 1) + 1, onnx.defs.onnx_opset_version() + 1):

@@ -32,12 +32,12 @@ def all_graphs(model: onnx_ir.Model) -> Iterator[onnx_ir.Graph]:
 
 
 def all_nodes(model: onnx_ir.Model) -> Iterator[onnx_ir.Node]:
-    """Every node of the main graph and of the bodies, in order; a node comes before its bodies' nodes."""
+    """Yield every node of the main graph and of the bodies, in order; a node comes before its bodies' nodes."""
     yield from nodes_within(model.graph)
 
 
 def nodes_within(graph: onnx_ir.Graph) -> Iterator[onnx_ir.Node]:
-    """Every node of a graph and of the bodies in it."""
+    """Yield every node of a graph and of the bodies in it."""
     for node in graph:
         yield node
         if node.attributes:

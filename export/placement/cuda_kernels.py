@@ -79,7 +79,9 @@ class Kernel:
     types: tuple[tuple[str, str], ...]
 
     def matches(self, since: int, bound: Mapping[str, str]) -> bool:
-        """Whether it computes an operator of version `since` with types `bound` to its variables; unbound ones are free."""
+        """Return whether it computes an operator of version `since` with types `bound` to its variables; unbound
+        ones are free.
+        """
         known = self.first == since or (self.last is not None and self.first <= since <= self.last)
         return known and all(bound.get(variable, letters[0]) in letters for variable, letters in self.types)
 
@@ -165,7 +167,9 @@ def takes_on_cuda(op_type: str, opset: int, elem_type: int) -> bool:
 
 
 def lost_on_cuda(op_types: Iterable[str], before: int, after: int) -> list[str]:
-    """The operators that the CUDA provider computes in float32 at one opset, and not at the other, in alphabetical order."""
+    """Return the operators that the CUDA provider computes in float32 at one opset, and not at the other, in alphabetical
+    order.
+    """
     single = int(onnx.TensorProto.FLOAT)
     return sorted(n for n in op_types if takes_on_cuda(n, before, single) and not takes_on_cuda(n, after, single))
 

@@ -44,7 +44,7 @@ def config_for(name: str, model: onnx.ModelProto, *, max_batch_size: int) -> Mod
 
 
 def padding_text(config: ModelConfig, task: Task) -> str:
-    """How a server may pad texts of different lengths for one batch, as `halfserve.padding` takes it; empty for none."""
+    """Return how a server may pad texts of different lengths for one batch, as `halfserve.padding` takes it; empty for none."""
     if not task.padding or not config.max_batch_size:
         return ""
     inputs = " ".join(f"{name}[1]={value}" for name, value in task.padding.items())
@@ -70,7 +70,8 @@ def write_config(config: ModelConfig) -> bytes:
 
 
 def served_config(path: Path, wanted: ModelConfig) -> ModelConfig:
-    """The configuration that a server has of a model: that of the file at `path`, with the inputs and outputs that it omits.
+    """Return the configuration that a server has of a model: that of the file at `path`, with the inputs and outputs that it
+    omits.
 
     `wanted` describes the model, and is the configuration where there is no file.
 

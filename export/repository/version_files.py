@@ -74,7 +74,9 @@ class VersionFiles:
         sync_folder(folder)
 
     def _bound(self, model: Path, config: ModelConfig) -> Certificate:
-        """The certificate that names all files of the version and the settings of its model, which the written model names."""
+        """Return the certificate that names all files of the version and the settings of its model, which the written model
+        names.
+        """
         certificate = self.certificate
         bound = replace(certificate, files=bound_files(self.twin, self.task, self.recorded), settings=bound_settings(config))
         if certificate == bound and certificate.sha256 == name_of_certificate(open_model(model)):

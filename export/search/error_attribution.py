@@ -321,7 +321,7 @@ class Reasons:
 
 
 def scalar_constants(model: onnx.ModelProto) -> dict[str, float]:
-    """Initializers and Constant nodes with one float element, by name."""
+    """Return initializers and Constant nodes with one float element, by name."""
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     for node in model.graph.node:
         if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
@@ -340,7 +340,7 @@ def ranked_steps(
     measured: RoundingErrors,
     first: Sequence[Collection[str]] = (),
 ) -> list[tuple[str, ...]]:
-    """Groups of nodes in the order in which to add them; every candidate is in exactly one.
+    """Return groups of nodes in the order in which to add them; every candidate is in exactly one.
 
     The groups of `first` come before all others, then the nodes at both ends of each edge, most blamed first, then nodes
     without blame by their own errors.

@@ -264,7 +264,9 @@ def _image_source(folder: Path, options: SourceOptions, network: PreTrainedModel
 
 
 def _image_processor(folder: Path, *, trusted: bool) -> Any:
-    """The folder's image processor, in its variant with Pillow, as a server has it; None where transformers cannot load it."""
+    """Return the folder's image processor, in its variant with Pillow, as a server has it; None where transformers cannot load
+    it.
+    """
     try:
         return _transformers().AutoImageProcessor.from_pretrained(
             folder, backend="pil", local_files_only=True, trust_remote_code=trusted

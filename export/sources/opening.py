@@ -106,7 +106,8 @@ def _open_file(path: Path, options: SourceOptions) -> Source:
 
 
 def _open_checkpoint(path: Path, options: SourceOptions) -> Source:
-    """The trained model of a checkpoint of `halfserve train`, with held-out samples, training policy and training record.
+    """Return the trained model of a checkpoint of `halfserve train`, with held-out samples, training policy and training
+    record.
 
     Raises:
         ExportError: The checkpoint cannot be read, or its factories are gone or do not fit it.

@@ -103,7 +103,9 @@ def proved(
 def _difference(
     preprocessing: Preprocessing, preparation: PicturePreparation, theirs: LibraryPreparation, data: bytes
 ) -> float:
-    """The largest between what the network gets of a picture, by this preparation and by the library's, in pixels' levels."""
+    """Return the largest between what the network gets of a picture, by this preparation and by the library's, in pixels'
+    levels.
+    """
     from PIL import Image, ImageOps  # noqa: PLC0415  (an extra)
 
     factor = preprocessing.scale / np.array(preprocessing.std)
@@ -119,7 +121,7 @@ def _difference(
 
 
 def proof_pictures() -> Iterator[bytes]:
-    """Encoded pictures: of both orientations, small, of odd sizes, grey, transparent, with a palette, turned by Exif."""
+    """Return encoded pictures: of both orientations, small, of odd sizes, grey, transparent, with a palette, turned by Exif."""
     from PIL import Image  # noqa: PLC0415  (an extra)
 
     folder = files("halfserve.export.tasks").joinpath("pictures")

@@ -71,7 +71,7 @@ class Normalized(nn.Module):
 
 
 def pool(tokens: Tensor, mask: Tensor, how: Pooling) -> Tensor:
-    """One vector for each text, as the package sentence-transformers pools.
+    """Return one vector for each text, as the package sentence-transformers pools.
 
     Args:
         tokens: Vectors of tokens, (batch, length, size).

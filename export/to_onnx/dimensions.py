@@ -65,7 +65,9 @@ class Dimensions:
         }
 
     def distinct(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Example tensors in which no two names have equal sizes, which `torch.export` would merge; enlarged where needed."""
+        """Return example tensors in which no two names have equal sizes, which `torch.export` would merge; enlarged where
+        needed.
+        """
         taken: set[int] = set()
         for name in self.dims:
             size = next(

@@ -72,7 +72,8 @@ def call_of(module: nn.Module, inputs: Any, kwargs: Mapping[str, Any] | None = N
 
 
 def as_tensors(inputs: Any) -> Any:
-    """Inputs with a tensor in the place of each numpy array, of the same dtype; arrays that may be written are shared.
+    """Return the inputs with a tensor in the place of each numpy array, of the same dtype; arrays that may be written are
+    shared.
 
     Raises:
         ExportError: An array's dtype is none of torch's, such as a text's.

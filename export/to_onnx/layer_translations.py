@@ -169,7 +169,9 @@ def _in_one_node(
 
 
 def _fits_one_node(query: Any, key: Any, value: Any, *, grouped: bool) -> bool:
-    """Whether ONNX's Attention takes the tensors: unlike torch it does not broadcast the batch or, ungrouped, the heads."""
+    """Return whether ONNX's Attention takes the tensors: unlike torch it does not broadcast the batch or,
+    ungrouped, the heads.
+    """
     sizes = [tuple(tensor.shape) for tensor in (query, key, value)]
     if any(len(size) != AXES for size in sizes) or len({size[0] for size in sizes}) > 1:
         return False

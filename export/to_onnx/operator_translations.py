@@ -70,7 +70,9 @@ def _cross_entropy(
 
 
 def _erfcx(x: Any) -> Any:
-    """An approximation, off by 1.2e-7 at most: torch multiplies exp(x * x), which overflows, by erfc(x), which vanishes."""
+    """Return an approximation, off by 1.2e-7 at most: torch multiplies exp(x * x), which overflows, by erfc(x),
+    which vanishes.
+    """
     size, one = op.Abs(x), _number(1.0, x)
     part = op.Div(one, op.Add(op.Mul(size, _number(0.5, x)), one))
     power = _number(ERFCX[0], x)

@@ -32,7 +32,8 @@ _LIBRARY = ("torch.", f"{_PACKAGE}.", f"{_PACKAGE.rpartition('.')[0]}.half_modul
 def provenance(
     module: nn.Module, model: onnx_ir.Model, limits: Mapping[str, tuple[int, int | None]], policy: Policy | str | None
 ) -> dict[str, str]:
-    """The metadata of an exported model: versions, the opset, the class and the hash of its source, the sizes, and the policy.
+    """Return the metadata of an exported model: versions, the opset, the class and the hash of its source, the sizes, and the
+    policy.
 
     `limits` holds the smallest and largest size of each dynamic dimension, by name.
     """

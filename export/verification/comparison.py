@@ -163,7 +163,9 @@ class Comparison:
         return whole(self._reference_answers(batches, self.sandbox.stage(batches)), "the reference model")
 
     def at_another_level(self) -> Iterator[list[list[Value]]]:
-        """An ONNX reference's answers without fusions, so that its sums run in another order; nothing for a torch module."""
+        """Yield an ONNX reference's answers without fusions, so that its sums run in another order; nothing for a
+        torch module.
+        """
         if isinstance(self._reference, ModelFile):
             answers = self._onnx_answers(self._reference, self.staged[: self._user_batches], LEVELS[-1:])
             yield whole(answers, "the reference model")

@@ -140,7 +140,9 @@ def _run_simulation(model: onnx.ModelProto, candidate: ModelFile, sandbox: Sandb
 
 
 def _staged_model(model: onnx.ModelProto, candidate: ModelFile, sandbox: Sandbox) -> tuple[Path, list[dict[str, Any]]]:
-    """The file of a model made from the candidate, and its mapped weights: the runtime reads data files beside a model only."""
+    """Return the file of a model made from the candidate, and its mapped weights: the runtime reads data files beside a model
+    only.
+    """
     weights: list[dict[str, Any]] = []
     folder = (candidate.path or Path()).absolute().parent
     mappable = {id(tensor) for tensor in model.graph.initializer if tensor.data_type in MAPPABLE}
@@ -201,7 +203,8 @@ def run_levels(comparison: Comparison, budget: Budget, *, below: bool = True) ->
 
 
 def for_cpu(comparison: Comparison) -> tuple[Path, list[dict[str, Any]]]:
-    """The file that the CPU provider runs, and its mapped weights: the candidate, or a float32 copy of one with bfloat16.
+    """Return the file that the CPU provider runs, and its mapped weights: the candidate, or a float32 copy of one with
+    bfloat16.
 
     The server makes the same copy where it computes a bfloat16 model in float32. A copy of a model that is written in one half
     type and computed in the other has its weights rounded to the second.

@@ -192,7 +192,7 @@ def _columns_apart(pairs: Sequence[tuple[Array, Array]], figures: ErrorFigures) 
 
 
 def plot_of(pairs: Sequence[tuple[Array, Array]], unit: float) -> Plot | None:
-    """Data of an output's plots, with errors in the given unit; None where no number is finite."""
+    """Return the data of an output's plots, with errors in the given unit; None where no number is finite."""
     reference, candidate = (
         np.concatenate([np.asarray(side, np.float64).ravel() for side in sides]) for sides in zip(*pairs, strict=True)
     )
@@ -247,7 +247,9 @@ def _figures(output: ComparedOutput, pairs: Sequence[tuple[Array, Array]], units
 
 
 def _pairs(output: ComparedOutput, values: Sequence[tuple[Value, Value]]) -> tuple[list[tuple[Array, Array]], list[str]]:
-    """The comparable parts of an output, and in words where the candidate's answer differs in a shape that depends on data."""
+    """Return the comparable parts of an output, and in words where the candidate's answer differs in a shape that depends on
+    data.
+    """
     pairs: list[tuple[Array, Array]] = []
     differing: list[str] = []
     for wanted, got in values:
@@ -302,7 +304,9 @@ def judge_cases(
 
 
 def headroom(verdicts: Sequence[AdversarialVerdict]) -> float | None:
-    """The largest factor up to which all larger inputs stayed within the adversarial budget; None where none was judged."""
+    """Return the largest factor up to which all larger inputs stayed within the adversarial budget; None where none
+    was judged.
+    """
     judged = [verdict for verdict in verdicts if verdict.factor is not None and verdict.note is None]
     if not judged:
         return None

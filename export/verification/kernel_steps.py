@@ -245,7 +245,9 @@ class StoredConstants:
     tensors: Mapping[str, TensorProto]
 
     def steps(self, node: onnx.NodeProto, numbers: Iterator[int]) -> list[onnx.NodeProto]:
-        """The steps of a half-precision node whose constants round; [] for any other node. See `kernel_steps` for `numbers`."""
+        """Return the steps of a half-precision node whose constants round; [] for any other node. See `kernel_steps` for
+        `numbers`.
+        """
         if node.domain not in ("", "ai.onnx"):
             return []
         if node.op_type in ATTRIBUTES:

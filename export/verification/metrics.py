@@ -174,7 +174,7 @@ def cosine(a: Array, b: Array) -> float:
 
 
 def _numbers(reference: Array, candidate: Array) -> tuple[Array, Array]:
-    """Both arrays flat and in float64; text becomes 0 in the reference, and 1 in the candidate where it differs."""
+    """Return both arrays flat and in float64; text becomes 0 in the reference, and 1 in the candidate where it differs."""
     if reference.dtype.kind in "biuf" and candidate.dtype.kind in "biuf":
         return reference.astype(np.float64).ravel(), candidate.astype(np.float64).ravel()
     return np.zeros(reference.size), np.asarray(reference != candidate, np.float64).ravel()
@@ -223,7 +223,9 @@ class Choices:
 
 
 def class_axis(ndim: int) -> int:
-    """The axis of classes: 1 in arrays of more than 3 dimensions such as (N, C, H, W), else the last, as in (N, T, C)."""
+    """Return the axis of classes: 1 in arrays of more than 3 dimensions such as (N, C, H, W), else the last, as in
+    (N, T, C).
+    """
     return 1 if ndim > 3 else ndim - 1
 
 
@@ -301,7 +303,7 @@ def _argmax_choices(
 
 
 def _tied(reference: Array, wanted: Array, chosen: Array, tie: float, half: HalfType) -> Array:
-    """Where the reference's two numbers are equal after rounding to the half type, or closer than `tie`."""
+    """Return where the reference's two numbers are equal after rounding to the half type, or closer than `tie`."""
     narrow = half.narrowed(reference)
     best, other = np.take_along_axis(narrow, wanted, -1), np.take_along_axis(narrow, chosen, -1)
     tied: Array = ((best == other) & np.isfinite(best)) | (_ahead(reference, wanted, chosen) < tie)

@@ -61,7 +61,9 @@ class Input:
         return f"{TensorProto.DataType.Name(self.elem_type).lower()} {dims}"
 
     def keys(self, axis: int) -> list[str]:
-        """The names by which a dimension's size can be given: `INPUT.AXIS`, and its own name; none where its size is fixed."""
+        """Return the names by which a dimension's size can be given: `INPUT.AXIS`, and its own name; none where its size is
+        fixed.
+        """
         dim = None if self.dims is None else self.dims[axis]
         if isinstance(dim, int) and dim > 0:
             return []
@@ -223,7 +225,7 @@ def _starts(batches: Sequence[Feed]) -> Iterator[int]:
 
 
 def _with_non_finite(batch: Feed) -> Iterator[tuple[str, list[int]]]:
-    """Inputs with NaN or infinities, and the rows that hold them; row 0 of a scalar."""
+    """Return inputs with NaN or infinities, and the rows that hold them; row 0 of a scalar."""
     for name, array in batch.items():
         if array.dtype.kind == "f" and not (finite := np.isfinite(array)).all():
             rows = finite.reshape(len(finite), -1).all(1) if finite.ndim else finite.reshape(1)

@@ -276,7 +276,8 @@ def at_first_level(
     what: str = "the converted model",
     weights: Sequence[Mapping[str, Any]] = (),
 ) -> RunResult:
-    """A model's result at the first level at which it opens; `what` names the model in error texts, `weights` as in `run`.
+    """Return a model's result at the first level at which it opens; `what` names the model in error texts, `weights` as in
+    `run`.
 
     Raises:
         ExportError: The model opens at no level.

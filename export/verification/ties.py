@@ -228,7 +228,7 @@ def _run_bound(
 
 
 def _bound_nodes(choice: _Choice, given: str, scores: str) -> list[onnx.NodeProto]:
-    """Replacement of a choosing node, which yields its input as the output `scores`."""
+    """Return the replacement of a choosing node, which yields its input as the output `scores`."""
     source = choice.node.input[0]
     nodes = [
         helper.make_node("Cast", [source], [scores], to=TensorProto.FLOAT),

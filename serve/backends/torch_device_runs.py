@@ -53,7 +53,9 @@ class DeviceRuns:
     """The runs of one copy of a program on a device; for one thread at a time."""
 
     def __init__(self, compute: Compute, stream: CudaStream, *, records: bool) -> None:
-        """`records`: whether combinations of shapes are recorded; otherwise they are computed one kernel after the other."""
+        """Prepare runs on a device. `records`: whether combinations of shapes are recorded; otherwise they are computed one
+        kernel after the other.
+        """
         self._compute = compute
         self._stream = stream
         self._records = records

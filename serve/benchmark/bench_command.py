@@ -183,7 +183,7 @@ class BenchArguments:
         return [Load(concurrency=number) for number in parse_concurrencies(text)]
 
     def _data(self) -> tuple[dict[str, object], bool]:
-        """The inputs given by name, and whether all other inputs are zeros."""
+        """Return the inputs given by name, and whether all other inputs are zeros."""
         inputs, data = self.inputs or [], self.data
         if data in ("random", "zeros"):
             return read_inputs(inputs), data == "zeros"
@@ -232,7 +232,7 @@ def _run(campaign: Campaign, arguments: BenchArguments) -> None:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """The command line, without the values of headers: a password must not get into a report."""
+    """Return the command line, without the values of headers: a password must not get into a report."""
     shown = [
         re.sub(r":.*", ":...", argument, flags=re.DOTALL) if before == "--header" else argument
         for before, argument in pairwise(["", *arguments])
@@ -320,7 +320,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 
 def report_writers(outputs: Mapping[str, Path | None]) -> list[Writer]:
-    """One function per file to write; anything that would prevent the writing is found here, before the measurement.
+    """Return one function per file to write; anything that would prevent the writing is found here, before the measurement.
 
     `outputs` has the path by option: "--output" (JSON), "--csv", "--html", "--hgrm", "--plot" (PNG).
 

@@ -91,7 +91,7 @@ class BenchmarkReport:
         return f"{self.model} version {self.version} on {self.provider or self.address}{rows}"
 
     def to_json(self) -> dict[str, Any]:
-        """The object of bench.json, as this module's docstring describes it."""
+        """Return the object of bench.json, as this module's docstring describes it."""
         best = self.best
         return {
             "model": self.model,
@@ -123,7 +123,7 @@ class BenchmarkReport:
         return [f"warning: at {', '.join(texts)}: {doubt}" for doubt, texts in loads.items()]
 
     def failures(self) -> list[str]:
-        """One line per load and gRPC status of failed requests."""
+        """Return one line per load and gRPC status of failed requests."""
         return list(dict.fromkeys(line for level in self.measured for line in level.failures()))
 
 

@@ -48,7 +48,7 @@ def carry_out(campaign: Campaign, progress: ProgressBar) -> tuple[BenchmarkRepor
 
 
 def default_processes() -> int:
-    """The number of load processes that leaves CPUs for a server on this machine."""
+    """Return the number of load processes that leaves CPUs for a server on this machine."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MAX_DEFAULT_PROCESSES, cpus // CPUS_PER_PROCESS))
 

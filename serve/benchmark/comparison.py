@@ -59,7 +59,7 @@ class ComparedLevel:
         return sum(level.failed for level in self.rounds)
 
     def to_json(self) -> dict[str, Any]:
-        """The object of bench.json's "comparison"; see serve/benchmark/benchmark_report.py."""
+        """Return the object of bench.json's "comparison"; see serve/benchmark/benchmark_report.py."""
         return {
             "name": self.name,
             "concurrency": self.load.concurrency,

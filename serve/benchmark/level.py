@@ -98,7 +98,7 @@ class ServerTotals:
 
     @classmethod
     def of(cls, statistics: Iterable[ModelStatistics]) -> ServerTotals:
-        """The sum over models and versions."""
+        """Return the sum over models and versions."""
         total = cls()
         for model in statistics:
             times = model.inference_stats
@@ -120,7 +120,7 @@ class ServerTotals:
         return ServerTotals(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
     def since(self, before: ServerTotals) -> ServerTotals | None:
-        """The counts since an earlier time; None if the counters were reset in between."""
+        """Return the counts since an earlier time; None if the counters were reset in between."""
         counts = {name: value - getattr(before, name) for name, value in vars(self).items()}
         return None if min(counts.values()) < 0 else ServerTotals(**counts)
 
@@ -245,12 +245,12 @@ class Level:
         return [line for line in lines if line]
 
     def failures(self) -> list[str]:
-        """A line for each gRPC status of failed requests, with the server's first message."""
+        """Return a line for each gRPC status of failed requests, with the server's first message."""
         counts = self.tally.errors.most_common()
         return [f"at {self.load.text}: {count} {code}: {self.tally.messages.get(code, '')}" for code, count in counts]
 
     def to_json(self) -> dict[str, Any]:
-        """The level as a JSON object of bench.json; see serve/benchmark/benchmark_report.py."""
+        """Return the level as a JSON object of bench.json; see serve/benchmark/benchmark_report.py."""
         server, tally = self.server, self.tally
         return {
             "concurrency": self.load.concurrency,

@@ -55,7 +55,7 @@ def shared_requests(
     kind: SharedMemory,
     stack: ExitStack,
 ) -> list[pb.ModelInferRequest]:
-    """Requests whose inputs and outputs are in shared memory, which is open until `stack` is closed.
+    """Return requests whose inputs and outputs are in shared memory, which is open until `stack` is closed.
 
     Each distinct request has its own places for inputs and outputs. Requests in flight at the same time may share a place for
     outputs, because the answers are not read. `answers` has the answer to each request; it determines the outputs and their
@@ -173,7 +173,7 @@ class LoadTarget:
         return Bench(generator=self.generator, read_totals=self.totals, batch_size=self._options.batch_size, models=self.models)
 
     def totals(self) -> ServerTotals | None:
-        """The server's counters for these models; None if the server keeps none."""
+        """Return the server's counters for these models; None if the server keeps none."""
         try:
             found = [one for model in self.models for one in self.client.statistics(model, self._options.version)]
         except ClientError as error:
@@ -232,7 +232,7 @@ class LoadTarget:
         return [requests[i % len(requests)] for i in range(max(map(len, found))) for requests in found]
 
     def _tried(self, model: str, plan: RequestPlan) -> list[ModelInferRequest]:
-        """The plan's requests, after one was sent, so that the server's error is raised before any load."""
+        """Return the plan's requests, after one was sent, so that the server's error is raised before any load."""
         requests = plan.requests()
         self.plain_requests = self.plain_requests or requests
         answer = self.client.infer_message(requests[0])
@@ -288,7 +288,7 @@ class LoadTarget:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The two parts of HOST:PORT. Raises BenchmarkArgumentError: it is not HOST:PORT."""
+    """Return the two parts of HOST:PORT. Raises BenchmarkArgumentError: it is not HOST:PORT."""
     host, _, port = address.rpartition(":")
     if "/" in host or not host or not (port.isdecimal() and port.isascii()) or not 0 < int(port) < 2**16:
         raise BenchmarkArgumentError(f"the address must be HOST:PORT, such as 127.0.0.1:8001, not {address!r}")

@@ -25,7 +25,7 @@ NEARLY = 0.99  # slices may end slightly before or after their time
 
 
 def is_stable(windows: Sequence[LoadStatistics], percent: float) -> bool:
-    """Whether throughput and latency (at `percent`) of the last three windows are each within 10 % of their mean."""
+    """Return whether throughput and latency (at `percent`) of the last three windows are each within 10 % of their mean."""
     last = windows[-WINDOWS:]
     if len(last) < WINDOWS or not all(window.latency.total for window in last):
         return False
@@ -147,7 +147,7 @@ def _until_stable(bench: Bench, load: Load, how: Measurement, spec: LoadSpec, on
 
 
 def _totals(bench: Bench) -> ServerTotals | None:
-    """The counters; None if the server is too busy to answer: the measurement is valid without them."""
+    """Return the counters; None if the server is too busy to answer: the measurement is valid without them."""
     try:
         return bench.read_totals()
     except ClientError:
@@ -169,7 +169,7 @@ class Goal:
     max_ms: float  # latency limit in milliseconds
 
     def kept_by(self, level: Level) -> bool:
-        """Whether the level meets the goal; it does not if a request failed or the load ended early."""
+        """Return whether the level meets the goal; it does not if a request failed or the load ended early."""
         return level.failed == 0 and level.ended_early is None and level.percentile_ms(self.percent) <= self.max_ms
 
     @property
@@ -205,7 +205,9 @@ def search(loads: Sequence[Load], goal: Goal, measure: Measure) -> Iterator[Leve
 
 
 def _tried(load: Load, goal: Goal, measure: Measure) -> Generator[Level, None, bool]:
-    """Whether a load meets the goal in one of two attempts; a pause of the machine must not count as the server's limit."""
+    """Return whether a load meets the goal in one of two attempts; a pause of the machine must not count as the server's
+    limit.
+    """
     for _ in range(ATTEMPTS):
         level = measure(load)
         yield level
@@ -215,7 +217,7 @@ def _tried(load: Load, goal: Goal, measure: Measure) -> Generator[Level, None, b
 
 
 def best_of(levels: Sequence[Level], goal: Goal) -> Level | None:
-    """The level with the highest load that meets the goal; None if none does."""
+    """Return the level with the highest load that meets the goal; None if none does."""
     keeping = [level for level in levels if goal.kept_by(level)]
     return max(keeping, key=lambda level: level.load.amount, default=None)
 

@@ -99,7 +99,7 @@ def _subtitle(report: BenchmarkReport) -> str:
 
 
 def curves_of(report: BenchmarkReport) -> dict[str, list[Level]]:
-    """The levels to draw, by load target; for a comparison, those of the round with the median throughput."""
+    """Return the levels to draw, by load target; for a comparison, those of the round with the median throughput."""
     if not report.comparison:
         return {report.model: list(report.levels)}
     curves: dict[str, list[Level]] = {}
@@ -162,7 +162,7 @@ def over_time(curves: Curves) -> str | None:
 
 
 def _whole(windows: Sequence[LoadStatistics]) -> list[LoadStatistics]:
-    """The slices without the short ones at the end, which only wait for the last requests and so have no rate."""
+    """Return the slices without the short ones at the end, which only wait for the last requests and so have no rate."""
     longest = max((window.seconds for window in windows), default=0.0)
     return [window for window in windows if window.seconds > longest / 2]
 

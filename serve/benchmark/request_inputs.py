@@ -102,7 +102,7 @@ class RequestPlan:
             raise BenchmarkArgumentError(f"--shape {wrong}: model {model!r} has the inputs {', '.join(sorted(known))}")
 
     def _row_shape(self, name: str) -> list[int]:
-        """The shape of one row of an input; of the whole input for a model without a batch dimension."""
+        """Return the shape of one row of an input; of the whole input for a model without a batch dimension."""
         declared = next(list(tensor.shape) for tensor in self.metadata.inputs if tensor.name == name)
         if self.max_batch_size:
             declared = declared[1:]
@@ -127,7 +127,7 @@ class RequestPlan:
         return self.batch_size * math.prod(self._row_shape(name)) * (datatype.itemsize or RANDOM_STRING_BYTES)
 
     def _pool(self, name: str, wire: str, count: int) -> Array:
-        """The rows from which requests are made: [rows, *row shape]."""
+        """Return the rows from which requests are made: [rows, *row shape]."""
         if name in self.given:
             return self.given[name] if self.max_batch_size else self.given[name][np.newaxis]
         shape = [count * self.batch_size, *self._row_shape(name)]

@@ -77,7 +77,7 @@ def models_table(levels: Sequence[Level]) -> Table:
 
 
 def comparison_table(report: BenchmarkReport) -> Table:
-    """Each target under each load: medians over the rounds, ratios with their spread."""
+    """Return each target under each load: medians over the rounds, ratios with their spread."""
     rounds = len(report.comparison[0].rounds)
     base = report.comparison[0].name
     title = f"medians of {rounds} interleaved rounds; ratios to {base}: median, smallest-largest"

@@ -17,7 +17,8 @@ Array = np.ndarray[Any, Any]
 
 
 def as_numpy(value: Any) -> Array:
-    """A numpy array of the same elements, without importing the value's library and without a copy where memory can be shared.
+    """Return a numpy array of the same elements, without importing the value's library and without a copy where memory can be
+    shared.
 
     A tensor of torch is detached and copied to the CPU if it is elsewhere; bfloat16, which torch cannot convert to numpy,
     becomes `ml_dtypes.bfloat16`. Other objects are converted by their `__array__` or `__dlpack__`.
@@ -46,7 +47,7 @@ def _of_torch(torch: Any, tensor: Any) -> Array:
 
 
 def fits(given: Sequence[int], expected: Sequence[int]) -> bool:
-    """Whether a shape is the expected one, in which -1 stands for any size."""
+    """Return whether a shape is the expected one, in which -1 stands for any size."""
     return len(given) == len(expected) and all(e in (-1, g) for g, e in zip(given, expected, strict=True))
 
 
@@ -62,7 +63,7 @@ def check_shape(given: Sequence[int], expected: Sequence[int], where: str) -> No
 
 
 def datatype_named(wire: str) -> Datatype:
-    """The datatype of this name in the protocol. Raises ClientError: this client does not know the datatype."""
+    """Return the datatype of this name in the protocol. Raises ClientError: this client does not know the datatype."""
     if wire not in BY_WIRE:
         known = ", ".join(BY_WIRE)
         raise ClientError(f"the server named the datatype {wire!r}, expected one of {known}", code="INTERNAL")
@@ -70,7 +71,7 @@ def datatype_named(wire: str) -> Datatype:
 
 
 def as_input(value: Any, datatype: Datatype, where: str) -> Array:
-    """The array to send for one input; for BF16 uint16 bit patterns, for BYTES an object array of `bytes` and `str`.
+    """Return the array to send for one input; for BF16 uint16 bit patterns, for BYTES an object array of `bytes` and `str`.
 
     An array must have the model's dtype or one that casts to it without loss (uint8 to FP16, float16 to FP32): the caller
     decides which precision to lose. Lists and plain numbers have no dtype of their own and are converted, if they fit. `where`
@@ -184,7 +185,7 @@ def _strings(value: Any, where: str) -> Array:
 
 
 def _can_be_sent(element: object) -> bool:
-    """Whether it is bytes, or a str without unpaired surrogates. None, a missing value, is neither."""
+    """Return whether it is bytes, or a str without unpaired surrogates. None, a missing value, is neither."""
     if not isinstance(element, str):
         return isinstance(element, bytes)
     try:
@@ -217,7 +218,7 @@ def _range(datatype: Datatype) -> str:
 
 
 def _bfloat16_bits(values: Array) -> Array:
-    """The upper halves of float32 patterns, rounded to nearest, ties to even; a NaN stays a NaN."""
+    """Return the upper halves of float32 patterns, rounded to nearest, ties to even; a NaN stays a NaN."""
     bits = values.view(np.uint32)
     rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
@@ -239,7 +240,7 @@ class Class:
 
 
 def classes_of(output: Array) -> list[list[Class]]:
-    """The classes of each row, best first.
+    """Return the classes of each row, best first.
 
     Args:
         output: output requested with `top_k`: an object array [rows, k] or [k] of b"value:index[:label]".

@@ -86,7 +86,7 @@ class AsyncClient(ClientBase, AsyncRunner):
             await stream.end()
 
     async def model(self, name: str, version: str = "") -> AsyncModelHandle:
-        """A handle on one model, which knows its inputs and outputs."""
+        """Return a handle on one model, which knows its inputs and outputs."""
         return AsyncModelHandle(self, await self._run(lambda: self._operation(bind(self._state, name, version))))
 
     @asynccontextmanager

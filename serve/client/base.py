@@ -90,7 +90,7 @@ class ClientBase(ClientConnection):
 
     @ClientMethod
     def models(self, *, only_ready: bool = False) -> ClientOperation[list[pb.RepositoryIndexResponse.ModelIndex]]:
-        """The models of the repository, loaded or not: entries with name, version, state and reason."""
+        """Return the models of the repository, loaded or not: entries with name, version, state and reason."""
         return self._operation(management.models(only_ready=only_ready))
 
     @ClientMethod
@@ -100,7 +100,7 @@ class ClientBase(ClientConnection):
 
     @ClientMethod
     def model_config(self, name: str, version: str = "") -> ClientOperation[ModelConfig]:
-        """The configuration that the model is served with, completed by the server."""
+        """Return the configuration that the model is served with, completed by the server."""
         return self._operation(management.model_config(name, version))
 
     @ClientMethod
@@ -150,12 +150,12 @@ class ClientBase(ClientConnection):
 
     @ClientMethod
     def is_live(self) -> ClientOperation[bool]:
-        """Whether a server answers at the address."""
+        """Return whether a server answers at the address."""
         return self._operation(management.server_live(), retry=False)
 
     @ClientMethod
     def is_ready(self, model: str | None = None, version: str = "") -> ClientOperation[bool]:
-        """Whether the server, or one model, takes requests now; an unknown model is not ready."""
+        """Return whether the server, or one model, takes requests now; an unknown model is not ready."""
         return self._operation(management.ready(model, version), retry=False)
 
     @ClientMethod
@@ -172,7 +172,7 @@ class ClientBase(ClientConnection):
 
     @ClientMethod
     def server_metadata(self) -> ClientOperation[pb.ServerMetadataResponse]:
-        """The server's name, version and protocol extensions."""
+        """Return the server's name, version and protocol extensions."""
         return self._operation(management.server_metadata())
 
 

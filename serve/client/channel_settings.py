@@ -49,7 +49,7 @@ class ServerAddress:
 
 
 def parse_address(address: str | Sequence[str]) -> ServerAddress:
-    """The server's address from HOST:PORT, "unix:/path", "cluster://HOST:PORT,..." or a sequence of IP:PORT.
+    """Return the server's address from HOST:PORT, "unix:/path", "cluster://HOST:PORT,..." or a sequence of IP:PORT.
 
     A host name may stand for several replicas (a headless service), whose addresses DNS gives. A sequence lists the
     replicas; gRPC takes only IP addresses there.
@@ -159,7 +159,7 @@ class Tls:
 
 
 def _trusted_by_system() -> bytes | None:
-    """The system's CA certificates, which gRPC for Python does not read; None to use the list that gRPC ships."""
+    """Return the system's CA certificates, which gRPC for Python does not read; None to use the list that gRPC ships."""
     if os.environ.get(GRPC_ROOTS):
         return None
     import ssl  # noqa: PLC0415  (few clients encrypt)
@@ -192,7 +192,7 @@ def headers_of(metadata: Mapping[str, HeaderValue] | None) -> Headers:
 
 
 def bearer(token: Token) -> tuple[tuple[str, str], ...]:
-    """The header that carries a token; a callable is called for each RPC, so that the token can be renewed.
+    """Return the header that carries a token; a callable is called for each RPC, so that the token can be renewed.
     Raises InvalidRequest: the token is empty or has characters that are not allowed.
     """
     text = token if isinstance(token, str) else token()
@@ -221,7 +221,7 @@ def method_path(method: str) -> str:
 
 
 def compression_named(name: str | None) -> Any:
-    """The grpc.Compression of a name; None for None. Raises InvalidRequest: gRPC has no such compression."""
+    """Return the grpc.Compression of a name; None for None. Raises InvalidRequest: gRPC has no such compression."""
     if name is None:
         return None
     if name not in _COMPRESSIONS:
@@ -276,7 +276,7 @@ class ChannelSettings:
     connecting_s: float = CONNECTING_S
 
     def open(self, library: Any) -> Any:
-        """A channel of `library`, which is grpc or grpc.aio; it connects at the first call."""
+        """Return a channel of `library`, which is grpc or grpc.aio; it connects at the first call."""
         options = channel_options(balancing=self.balancing, keepalive_s=self.keepalive_s, connecting_s=self.connecting_s)
         # With grpcio 1.82.3, 6 % of the clients whose server was gone waited forever in a failed stream, because the calls of a
         # channel share a completion queue by default. grpc.aio has no such queue.

@@ -91,7 +91,7 @@ class Client(ClientBase, SyncRunner):
             raise self._failure(error, METHOD, settings) from None
 
     def model(self, name: str, version: str = "") -> ModelHandle:
-        """A handle for one model, which knows its inputs and outputs."""
+        """Return a handle for one model, which knows its inputs and outputs."""
         return ModelHandle(self, self._run(lambda: self._operation(bind(self._state, name, version))))
 
     @contextmanager

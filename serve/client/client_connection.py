@@ -201,7 +201,7 @@ class ClientConnection(ABC):
         return shares and not self._unregistered and self._channel is not None
 
     def _streaming(self, timeout_s: float | None) -> tuple[CallSettings, float | None]:
-        """Settings of a stream, which has no deadline as a whole, and the time limit for an answer in seconds."""
+        """Return the settings of a stream, which has no deadline as a whole, and the time limit for an answer in seconds."""
         self._check_usable()
         settings = self._call_settings(timeout_s)
         return replace(settings, deadline=Deadline.after(None)), settings.deadline.limit_s

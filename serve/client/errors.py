@@ -149,12 +149,13 @@ def check_text(value: object, what: str) -> None:
 
 
 def is_above_0(value: object) -> bool:
-    """Whether `value` is a number above 0; True and False do not count as numbers."""
+    """Return whether `value` is a number above 0; True and False do not count as numbers."""
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool) and bool(value > 0)
 
 
 def from_rpc_error(error: Any, *, method: str, address: str, timeout_s: float | None) -> ClientError:
-    """The exception for one failed call, with the server's own text; with a line of advice if grpc reports the failure itself.
+    """Return the exception for one failed call, with the server's own text; with a line of advice if grpc reports the failure
+    itself.
 
     `error` is a grpc.RpcError that is also a grpc.Call, as both grpc and grpc.aio raise it.
     """

@@ -63,7 +63,7 @@ def advance(exchange: Exchange[Answer], outcome: Any) -> UnaryRpc | Pause:
 
 
 def checked_timeout(timeout_s: float | None) -> float | None:
-    """The limit in seconds, capped at what gRPC supports; None for no limit, also if the limit is infinite.
+    """Return the limit in seconds, capped at what gRPC supports; None for no limit, also if the limit is infinite.
     Raises InvalidRequest: the limit is neither None nor a number above 0.
     """
     if timeout_s is None or timeout_s == math.inf:
@@ -96,7 +96,7 @@ class Deadline:
         return remaining_s
 
     def allows(self, pause_s: float) -> bool:
-        """Whether the deadline is later than the end of a pause of `pause_s` seconds."""
+        """Return whether the deadline is later than the end of a pause of `pause_s` seconds."""
         return self.end_s is None or time.monotonic() + pause_s < self.end_s
 
 
@@ -139,7 +139,7 @@ class RetryPolicy:
             )
 
     def spends(self, error: ClientError) -> int:
-        """Number of `retries` that a repetition after this error uses up: 0 or 1."""
+        """Return the number of `retries` that a repetition after this error uses up: 0 or 1."""
         return 0 if self.wait_for_server and _not_reached(error) else 1
 
     def pause_s(self, attempt: int, hint_s: float | None) -> float:
@@ -172,7 +172,9 @@ class RetryBudget:
 
 
 def retried(exchange: Exchange[Answer], policy: RetryPolicy, budget: RetryBudget, deadline: Deadline) -> Exchange[Answer]:
-    """The exchange, with each of its calls repeated where that is safe; the exchange sees only the last attempt's error."""
+    """Yield the exchange, with each of its calls repeated where that is safe; the exchange sees only the last
+    attempt's error.
+    """
     outcome: Any = None
     try:
         while True:
@@ -192,7 +194,7 @@ def retried(exchange: Exchange[Answer], policy: RetryPolicy, budget: RetryBudget
 
 
 def is_safe(error: ClientError, *, idempotent: bool) -> bool:
-    """Whether the call that failed with this error may be repeated."""
+    """Return whether the call that failed with this error may be repeated."""
     return error.repeat is Repeat.SAFE or (error.repeat is Repeat.IF_IDEMPOTENT and idempotent)
 
 

@@ -148,7 +148,7 @@ def infer_message(request: pb.ModelInferRequest) -> Exchange[pb.ModelInferRespon
 
 
 def infer_call(request: pb.ModelInferRequest, *, idempotent: bool) -> UnaryRpc:
-    """The RPC for a request; one that belongs to a sequence never counts as idempotent."""
+    """Return the RPC for a request; one that belongs to a sequence never counts as idempotent."""
     return UnaryRpc(request, idempotent=idempotent and not is_stateful(request))
 
 
@@ -244,7 +244,7 @@ def _attempt(
 
 
 def _batching(state: InferState, metadata: pb.ModelMetadataResponse, version: str) -> Exchange[bool]:
-    """Whether outputs have as many rows as inputs; metadata has -1 both for a batch and for any other variable size."""
+    """Return whether outputs have as many rows as inputs; metadata has -1 both for a batch and for any other variable size."""
     key, depends = (metadata.name, version), any(tensor.shape[:1] == [-1] for tensor in metadata.outputs)
     if not depends or state.pool is None or not state.pool.is_on:
         return False

@@ -47,12 +47,12 @@ def add_parameters(
 
 
 def is_stateful(request: ModelInferRequest) -> bool:
-    """Whether the request belongs to a sequence, in which each step changes the model's state."""
+    """Return whether the request belongs to a sequence, in which each step changes the model's state."""
     return SEQUENCE_ID in request.parameters
 
 
 def values_of(parameters: Mapping[str, InferParameter]) -> dict[str, Parameter]:
-    """The values of a map of parameters; empty ones and those of unknown kinds are left out."""
+    """Return the values of a map of parameters; empty ones and those of unknown kinds are left out."""
     chosen = {key: parameter.WhichOneof("parameter_choice") for key, parameter in parameters.items()}
     return {key: getattr(parameters[key], choice) for key, choice in chosen.items() if choice is not None}
 
@@ -176,7 +176,8 @@ def check_answer(response: ModelInferResponse, wanted: Collection[str], request_
 
 
 def output_arrays(response: ModelInferResponse, elsewhere: Collection[str] = ()) -> dict[str, Array]:
-    """The outputs by name, in the server's order, as writeable arrays of the caller; those in shared memory are left out.
+    """Return the outputs by name, in the server's order, as writeable arrays of the caller; those in shared memory are left
+    out.
 
     BF16 comes as `ml_dtypes.bfloat16`, BYTES as an object array of `bytes`. `elsewhere` names the outputs requested in shared
     memory: some servers do not say in the response that they are there. Raises ClientError: the response contradicts itself

@@ -22,7 +22,7 @@ def server_live() -> Exchange[bool]:
 
 
 def ready(model: str | None, version: str) -> Exchange[bool]:
-    """Whether the server, or one model, takes requests; False if no server answers or the model is unknown."""
+    """Return whether the server, or one model, takes requests; False if no server answers or the model is unknown."""
     return (yield from _flag(_ready_call(model, version), "ready"))
 
 
@@ -56,7 +56,7 @@ def server_metadata() -> Exchange[pb.ServerMetadataResponse]:
 
 
 def models(*, only_ready: bool = False) -> Exchange[list[pb.RepositoryIndexResponse.ModelIndex]]:
-    """One entry per model and version of the repository, loaded or not."""
+    """Yield one entry per model and version of the repository, loaded or not."""
     answer = yield UnaryRpc(pb.RepositoryIndexRequest(ready=only_ready))
     return list(answer.models)
 

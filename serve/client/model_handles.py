@@ -60,7 +60,7 @@ class ModelDescription:
     outputs: Mapping[str, TensorInfo]
 
     def named(self, inputs: Any) -> Mapping[str, Any]:
-        """The inputs by name; a value that is not a mapping is the value of the only input.
+        """Return the inputs by name; a value that is not a mapping is the value of the only input.
 
         Raises:
             InvalidRequest: the model has several inputs.
@@ -156,7 +156,7 @@ class BoundModel:
 
     @ClientMethod
     def is_ready(self) -> ClientOperation[bool]:
-        """Whether the model takes requests now."""
+        """Return whether the model takes requests now."""
         return self._client._operation(ready(self.name, self.version), retry=False)
 
     def __repr__(self) -> str:

@@ -37,7 +37,7 @@ class SlabPool:
         self._lock = threading.Lock()
 
     def take(self, byte_size: int) -> SharedRegion | None:
-        """A free region of at least `byte_size` bytes; None if there is not enough shared memory."""
+        """Return a free region of at least `byte_size` bytes; None if there is not enough shared memory."""
         rounded = max(SMALLEST_SLAB_BYTES, 1 << (byte_size - 1).bit_length())
         with self._lock:
             for index, slab in enumerate(self._free):
@@ -79,7 +79,7 @@ class SlabPool:
             self._abandoned += names
 
     def is_registered(self, slab: SharedRegion) -> bool:
-        """Whether the region is registered at the server, or may be."""
+        """Return whether the region is registered at the server, or may be."""
         return slab.name in self._registered
 
     def mark_registered(self, slab: SharedRegion) -> None:

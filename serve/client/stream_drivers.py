@@ -220,7 +220,9 @@ class AsyncStream:
 
 
 def is_cancelled() -> bool:
-    """Whether the running task itself was cancelled, not only the call that it awaits; asyncio has one exception for both."""
+    """Return whether the running task itself was cancelled, not only the call that it awaits; asyncio has one exception for
+    both.
+    """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

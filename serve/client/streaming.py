@@ -141,7 +141,7 @@ class StreamSession:
             self._answered.add(answer.index)
 
     def _index(self, request_id: str) -> int:
-        """The number of the request that an answer belongs to; -1 if it belongs to none of this stream."""
+        """Return the number of the request that an answer belongs to; -1 if it belongs to none of this stream."""
         if not request_id:  # some servers answer an error without the request's id; they keep the order
             return next(index for index in range(self._taken, self._made + 1) if index not in self._answered)
         is_number = request_id.isdecimal() and request_id.isascii() and len(request_id) < LONGEST_NUMBER
@@ -174,7 +174,7 @@ class StreamSession:
         return timeout_s
 
     def is_over(self, timeout_s: float | None) -> bool:
-        """Whether every request is answered, and the server has had `timeout_s` to end the stream."""
+        """Return whether every request is answered, and the server has had `timeout_s` to end the stream."""
         over = self._complete and not self.unanswered
         return over and timeout_s is not None and time.monotonic() >= self._progress_s + timeout_s
 

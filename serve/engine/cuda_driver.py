@@ -342,7 +342,7 @@ def cuda_driver() -> CudaDriver | None:
 
 
 def device_count() -> int:
-    """Number of CUDA devices; 0 without a driver."""
+    """Return the number of CUDA devices; 0 without a driver."""
     driver = cuda_driver()
     return 0 if driver is None else driver.device_count
 

@@ -80,7 +80,7 @@ class LatencyWindow:
 
 
 def _quantile(at_most: np.ndarray[Any, np.dtype[np.int64]], share: float) -> float:
-    """The middle of the bucket that a quantile lies in, of cumulative counts."""
+    """Return the middle of the bucket that a quantile lies in, of cumulative counts."""
     count = int(at_most[-1])
     if not count:
         return math.nan

@@ -77,7 +77,9 @@ class TensorSpec:
 
 
 def can_reshape(dims: Sequence[int], own: Sequence[int]) -> bool:
-    """Whether tensors of `dims` can have the shape `own`: each open size is the other's, with equally many elements between."""
+    """Return whether tensors of `dims` can have the shape `own`: each open size is the other's, with equally many elements
+    between.
+    """
     sizes = [*dims, *own]
     return min(sizes, default=1) >= ANY_SIZE and 0 not in sizes and _runs(dims) == _runs(own)
 

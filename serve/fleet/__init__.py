@@ -13,7 +13,7 @@ from typing import Any
 
 
 def app(arguments: Mapping[str, Any]) -> Any:
-    """The `ray.serve.Application`, for `serve run halfserve.serve.fleet:app path=s3://bucket/models` and config files.
+    """Return the `ray.serve.Application`, for `serve run halfserve.serve.fleet:app path=s3://bucket/models` and config files.
 
     Args:
         arguments: fields of `halfserve.serve.fleet.launch.cluster_arguments.ClusterArguments` by name; values may be strings.

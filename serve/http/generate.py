@@ -57,8 +57,8 @@ class GenerateRoute:
 
     @serves_versions("POST", "/generate", INFERENCE, GENERATE)
     async def answer(self, request: Request) -> Response:
-        """The model's only response. Raises InferenceError: the request is invalid, refused, or failed, or the model gives
-        another number of responses; ClientDisconnect: the client has disconnected; its place in the queue is free again.
+        """Return the model's only response. Raises InferenceError: the request is invalid, refused, or failed, or the model
+        gives another number of responses; ClientDisconnect: the client has disconnected; its place in the queue is free again.
         """
         responses = await self._ask(request)
         only = await responses.next_or_gone(request)
@@ -71,7 +71,7 @@ class GenerateRoute:
 
     @serves_versions("POST", "/generate_stream", INFERENCE, GENERATE_STREAM)
     async def stream(self, request: Request) -> Response:
-        """The model's responses as they come; its errors too, the first of which sets the status if it comes first.
+        """Return the model's responses as they come; its errors too, the first of which sets the status if it comes first.
 
         Raises:
             InferenceError: the request is invalid, or refused before it is queued.
@@ -144,7 +144,7 @@ class Responses:
             raise
 
     async def next(self) -> bytes | InferenceError | None:
-        """The next response; None after the last one."""
+        """Return the next response; None after the last one."""
         while callable(response := await self._coming.get()):
             response()
         if isinstance(response, bytes):
@@ -152,7 +152,7 @@ class Responses:
         return response
 
     async def next_or_gone(self, request: Request) -> bytes | InferenceError | None:
-        """The next response of a request whose answer has not begun; None after the last one.
+        """Return the next response of a request whose answer has not begun; None after the last one.
         Raises ClientDisconnect: the client has disconnected.
         """
         coming = asyncio.ensure_future(self.next())
@@ -211,7 +211,7 @@ def _memory_of(response: bytes) -> int:
 
 
 def read_request(body: bytes, inputs: Inputs, model: str, version: str) -> bytes:
-    """The serialized ModelInferRequest of a generate request. Fields that are no inputs of the model are parameters.
+    """Return the serialized ModelInferRequest of a generate request. Fields that are no inputs of the model are parameters.
 
     Raises InvalidArgumentError: a field is invalid; the text names it.
     """
@@ -236,7 +236,9 @@ def read_request(body: bytes, inputs: Inputs, model: str, version: str) -> bytes
 
 
 def _filled(declared: Any, elements: int) -> list[int]:
-    """The shape of a flat list for an input: the last open size takes what fixed sizes leave, the other open sizes are 1."""
+    """Return the shape of a flat list for an input: the last open size takes what fixed sizes leave, the other open sizes are
+    1.
+    """
     shape, fixed = list(declared), math.prod(size for size in declared if size != -1)
     for place in reversed(range(len(shape))):
         if shape[place] == -1:
@@ -246,7 +248,7 @@ def _filled(declared: Any, elements: int) -> list[int]:
 
 
 def write_response(message: bytes) -> str:
-    """The JSON of a serialized ModelInferResponse; outputs of one element are no lists.
+    """Return the JSON of a serialized ModelInferResponse; outputs of one element are no lists.
     Raises InvalidArgumentError: an output cannot be written as JSON.
     """
     head, tensors = split_response(message)

@@ -152,7 +152,7 @@ class BrowserGuard:
         return None
 
     def _is_shared(self, scope: Message) -> bool:
-        """Whether pages of other origins may send the request."""
+        """Return whether pages of other origins may send the request."""
         return bool(self._origins) and required_access(scope).role in (None, Role.INFER)
 
     def _is_known(self, host: str) -> bool:
@@ -213,7 +213,7 @@ class TokenGuard:
 
 
 def _checked(grant: AccessGrant, receive: Receive) -> Receive:
-    """A `receive` that checks the token again at the end of the body."""
+    """Return a `receive` that checks the token again at the end of the body."""
 
     async def received() -> Message:
         message = await receive()
@@ -225,12 +225,12 @@ def _checked(grant: AccessGrant, receive: Receive) -> Receive:
 
 
 def client_of(scope: Any) -> str:
-    """The client that a request counts as; see `AccessGrant.client`."""
+    """Return the client that a request counts as; see `AccessGrant.client`."""
     grant: AccessGrant | None = scope.get(GRANT)
     return client_name(grant, peer_of(scope))
 
 
 def peer_of(scope: Any) -> str:
-    """The client's address, with its port."""
+    """Return the client's address, with its port."""
     client = scope.get("client")
     return "" if client is None else f"{client[0]}:{client[1]}"

@@ -55,7 +55,7 @@ class HttpOptions:
 
 
 def checked_origin(text: str) -> str:
-    """An origin as browsers write it, or "*". Raises ValueError: it is neither."""
+    """Return an origin as browsers write it, or "*". Raises ValueError: it is neither."""
     if text == "*":
         return text
     expected = "expected 'https://NAME', 'http://NAME:PORT', or '*' for all, without a path"

@@ -49,7 +49,7 @@ class HttpServer:
         listening: Sequence[socket.socket] = (),
         connections: ConnectionLimit | None = None,
     ) -> None:
-        """A server that does not listen yet.
+        """Make a server that does not listen yet.
 
         Args:
             app: an ASGI application.
@@ -151,7 +151,7 @@ class HttpServer:
         return list(self._state.connections)
 
     def _tell_time(self) -> None:
-        """The Date header, written once a second rather than once an answer."""
+        """Write the Date header, once a second rather than once an answer."""
         date = (b"date", formatdate(usegmt=True).encode())
         self._state.headers[:] = [date, CLOSE] if self._is_leaving else [date]
         self._clock = asyncio.get_running_loop().call_later(1.0, self._tell_time)

@@ -144,7 +144,7 @@ class InferRoute:
 
 
 def inference_entry(service: Service, request: Request) -> InferenceEntry:
-    """The entry for the inference requests of one HTTP request, as its token permits."""
+    """Return the entry for the inference requests of one HTTP request, as its token permits."""
     given: AccessGrant | None = request.scope.get(GRANT)
     inference = _inference_of(service, request)
     return inference if given is None else given.inference(inference, peer_of(request.scope), is_charged=True)
@@ -163,12 +163,12 @@ def _inference_of(service: Service, request: Request) -> Inference:
 
 
 def named(request: Request) -> tuple[str, str]:
-    """The model and the version in a request's path; "" where the path has no version."""
+    """Return the model and the version in a request's path; "" where the path has no version."""
     return request.path_params["model"], request.path_params.get("version", "")
 
 
 def _only_input(model: Model, version: str, body: bytes) -> RestRequest:
-    """A body of one tensor's bytes, with the model's shape; one open size follows from the number of bytes.
+    """Return a body of one tensor's bytes, with the model's shape; one open size follows from the number of bytes.
 
     For BYTES the body is the only element, without its length prefix.
     """
@@ -224,7 +224,7 @@ def read_request(body: bytes, json_bytes: int | None, model: str, version: str) 
 
 
 def raw_request(body: bytes, model: str, version: str, name: str, datatype: str, shape: list[int]) -> RestRequest:
-    """The request of a body that is only the bytes of a model's only input (Inference-Header-Content-Length: 0)."""
+    """Return the request of a body that is only the bytes of a model's only input (Inference-Header-Content-Length: 0)."""
     head = ModelInferRequest(model_name=model, model_version=version)
     head.inputs.add(name=name, datatype=datatype, shape=shape)
     return RestRequest(message=joined(head, [body]), binary={}, binary_default=True)
@@ -293,7 +293,7 @@ def _read_inputs(head: ModelInferRequest, content: Fields, behind: memoryview) -
 
 
 def raw_from_json(data: Any, name: str, shape: list[int], where: str) -> bytes:
-    """The wire bytes of a tensor's JSON values.
+    """Return the wire bytes of a tensor's JSON values.
     Raises InvalidArgumentError: they do not fit the datatype of this name or the shape; the text begins with `where`.
     """
     datatype = BY_WIRE.get(name)
@@ -306,7 +306,7 @@ def raw_from_json(data: Any, name: str, shape: list[int], where: str) -> bytes:
 
 
 def joined(head: ModelInferRequest, raw: list[Buffer]) -> bytes:
-    """The message, with its raw contents appended by hand, so that they are copied once."""
+    """Return the message, with its raw contents appended by hand, so that they are copied once."""
     parts: list[Buffer] = [head.SerializeToString(deterministic=True)]
     for tensor in raw:
         parts += (RAW_ENTRY, encoded_varint(len(tensor)), tensor)
@@ -343,7 +343,7 @@ def write_response(message: bytes, is_binary: Callable[[str], bool]) -> RestResp
 
 
 def parameter_values(parameters: Any) -> dict[str, Any]:
-    """The values in a map of InferParameter, by name."""
+    """Return the values in a map of InferParameter, by name."""
     return {name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in parameters.items()}
 
 

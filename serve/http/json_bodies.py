@@ -147,7 +147,7 @@ def text(fields: Fields, name: str, where: str, default: str | None = None) -> s
 
 
 def whole(fields: Fields, name: str, where: str, default: int | None = None) -> int:
-    """A field that is a whole number of at least 0, and below 2**63."""
+    """Return a field that is a whole number of at least 0, and below 2**63."""
     number = int(_field(fields, name, where, int, default))
     if not 0 <= number < 2**63:
         raise InvalidArgumentError(f"{where} has {name} {_shown(number)}, expected 0 or more, below 2**63")
@@ -155,13 +155,13 @@ def whole(fields: Fields, name: str, where: str, default: int | None = None) -> 
 
 
 def items(fields: Fields, name: str, where: str) -> list[Any]:
-    """A field that is a list, empty by default."""
+    """Return a field that is a list, empty by default."""
     found: list[Any] = _field(fields, name, where, list, [])
     return found
 
 
 def members(fields: Fields, name: str, where: str) -> dict[str, Any]:
-    """A field that is an object, empty by default."""
+    """Return a field that is an object, empty by default."""
     found: dict[str, Any] = _field(fields, name, where, dict, {})
     return found
 
@@ -174,7 +174,7 @@ def each_object(entries: list[Any], where: str) -> list[Fields]:
 
 
 def shape(fields: Fields, where: str) -> list[int]:
-    """The field "shape": sizes of at least 0."""
+    """Return the field "shape": sizes of at least 0."""
     sizes: list[Any] = _field(fields, "shape", where, list, None)
     if not all(type(size) is int and 0 <= size < 2**63 for size in sizes):
         raise InvalidArgumentError(f"{where} has shape {_shown(sizes)}, expected a list of sizes, whole numbers of 0 or more")

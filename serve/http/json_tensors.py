@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[set[type], str]] = {
 
 
 def array_from_json(data: Any, datatype: Datatype, shape: Sequence[int]) -> Array:
-    """The array of a tensor's "data".
+    """Return the array of a tensor's "data".
     Raises ValueError: an element has the wrong type or is out of range, or the elements do not fit the shape.
     """
     family = _family(datatype)
@@ -44,7 +44,7 @@ def array_from_json(data: Any, datatype: Datatype, shape: Sequence[int]) -> Arra
 
 
 def json_pieces(array: Array, datatype: Datatype) -> list[bytes]:
-    """The elements as a flat JSON list, to be joined. Raises ValueError: an element of BYTES is not UTF-8 text."""
+    """Return the elements as a flat JSON list, to be joined. Raises ValueError: an element of BYTES is not UTF-8 text."""
     flat = array.ravel()
     pieces: list[bytes] = []
     for at in range(0, flat.size, PIECE):
@@ -56,7 +56,7 @@ def json_pieces(array: Array, datatype: Datatype) -> list[bytes]:
 
 
 def array_to_json(array: Array, datatype: Datatype) -> list[Any]:
-    """The elements as a flat list of JSON's own types; NaN and infinities become strings.
+    """Return the elements as a flat list of JSON's own types; NaN and infinities become strings.
     Raises ValueError: an element of BYTES is not UTF-8 text.
     """
     flat = array.ravel()
@@ -92,7 +92,7 @@ def _special(value: float) -> str:
 
 
 def _flattened(data: Any) -> tuple[list[Any], list[int]]:
-    """The elements of nested lists, and the lengths of their levels."""
+    """Return the elements of nested lists, and the lengths of their levels."""
     if not isinstance(data, list):
         return [data], []
     values, sizes = data, [len(data)]

@@ -77,7 +77,7 @@ class _Series:
         self._added += 1
 
     def since(self, since_s: float) -> list[ModelSample]:
-        """The samples that end after a time, oldest first."""
+        """Return the samples that end after a time, oldest first."""
         found = []
         for number in range(max(0, self._added - SAMPLES), self._added):
             start = number % SAMPLES * WIDTH
@@ -107,7 +107,7 @@ class ModelHistory:
             self._next.cancel()
 
     def of(self, model: Model, since_s: float) -> list[ModelSample]:
-        """The samples of a model that end after a time, oldest first."""
+        """Return the samples of a model that end after a time, oldest first."""
         series = self._series.get(model)
         return [] if series is None else series.since(since_s)
 
@@ -132,7 +132,8 @@ def _totals(model: Model, before: Histogram) -> _Totals:
 
 
 def quantile_ms(counts: Sequence[int], share: float) -> float | None:
-    """A quantile of the requests' times in milliseconds, from the counts per bucket of `EDGES_NS`; None without requests.
+    """Return a quantile of the requests' times in milliseconds, from the counts per bucket of `EDGES_NS`; None without
+    requests.
 
     Within a bucket the times are assumed to be uniform on a logarithmic scale, as the edges are.
     """

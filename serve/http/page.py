@@ -53,14 +53,14 @@ EVENTS = 50
 
 class Page:
     def __init__(self, core: InferenceCore, whole: Page | None = None) -> None:
-        """The page of these models; `whole` is the page of all models, whose history it shares."""
+        """Make the page of these models; `whole` is the page of all models, whose history it shares."""
         self._core = core
         self._certificates: Certificates = Certificates() if whole is None else whole._certificates  # noqa: SLF001  (own class)
         self._history: ModelHistory = ModelHistory(core) if whole is None else whole._history  # noqa: SLF001  (as above)
         self._state = PageState(core, self._history, self._certificates)
 
     def restricted_to(self, core: InferenceCore) -> Page:
-        """The page of some of the models, for a restricted token."""
+        """Return the page of some of the models, for a restricted token."""
         return Page(core, self)
 
     def start(self) -> None:
@@ -83,7 +83,7 @@ class Page:
 
     @serves("GET", "/ui/state", STATISTICS)
     async def state(self, request: Request) -> Response:
-        """The state as JSON; ?since=<seconds since the epoch> leaves out older samples."""
+        """Return the state as JSON; ?since=<seconds since the epoch> leaves out older samples."""
         since = request.query_params.get("since", "0")
         try:
             since_s = float(since)
@@ -114,7 +114,7 @@ class PageState:
         self._started = time.monotonic()
 
     async def read(self, since_s: float) -> str:
-        """The state now, with the samples that end after `since_s`, in seconds since the epoch."""
+        """Return the state now, with the samples that end after `since_s`, in seconds since the epoch."""
         now_s, models = time.time(), self._core.models()
         certificates = {model: await self._certificates.of(model) for model in models}
         served = {(model.name, str(model.version)): model for model in self._core.models()}
@@ -191,7 +191,7 @@ class Certificates:
         self._read: dict[int, Certificate | None] = {}  # by the id() of a model's first copy, while that lives
 
     async def of(self, model: Model) -> Certificate | None:
-        """A model version's certificate; None without one that belongs to it, as the load found out."""
+        """Return a model version's certificate; None without one that belongs to it, as the load found out."""
         # An ensemble has none: its steps do.
         if not model.backends or "halfserve.certificate" not in model.config.parameters:
             return None
@@ -204,7 +204,7 @@ class Certificates:
         return self._read[id(copy)]
 
     async def full(self, model: Model) -> Certificate:
-        """A model version's certificate. Raises NotFoundError: it has none."""
+        """Return a model version's certificate. Raises NotFoundError: it has none."""
         certificate = await self.of(model)
         if certificate is None:
             raise NotFoundError(
@@ -214,7 +214,7 @@ class Certificates:
 
 
 def certificate_of(model: Path) -> Certificate | None:
-    """The certificate of a model file; None without a valid one. Loading has checked that it is the model's."""
+    """Return the certificate of a model file; None without a valid one. Loading has checked that it is the model's."""
     try:
         found = read_certificate(model)
         if found is None or len(found.content) > MAX_BYTES:
@@ -227,7 +227,7 @@ def certificate_of(model: Path) -> Certificate | None:
 
 
 def summary(certificate: Certificate) -> dict[str, Any]:
-    """The fields of a certificate that the state shows."""
+    """Return the fields of a certificate that the state shows."""
     conversion = certificate.get("conversion")
     known = conversion if isinstance(conversion, dict) else {}
     return {
@@ -240,7 +240,7 @@ def summary(certificate: Certificate) -> dict[str, Any]:
 
 
 def guard_state(model: Model) -> dict[str, Any] | None:
-    """The precision guard's counters of one model version; None without a guard."""
+    """Return the precision guard's counters of one model version; None without a guard."""
     if model.guard is None:
         return None
     counters = model.guard.counters()
@@ -262,7 +262,7 @@ def guard_state(model: Model) -> dict[str, Any] | None:
 
 
 def guard_events(models: Iterable[Model]) -> list[dict[str, Any]]:
-    """The latest events of all models, newest first."""
+    """Return the latest events of all models, newest first."""
     events = [event for model in models if model.guard is not None for event in model.guard.recent_events()]
     events.sort(key=lambda event: event.time, reverse=True)
     return [{"time_s": e.time, "model": e.model, "kind": str(e.kind), "text": e.text} for e in events[:EVENTS]]

@@ -91,7 +91,7 @@ class BodyReader:
         self._budget = budget
 
     async def read(self, request: Request) -> bytes:
-        """The whole body, decompressed. It counts until the current task, which answers the request, ends.
+        """Return the whole body, decompressed. It counts until the current task, which answers the request, ends.
 
         Raises:
             MessageTooLargeError: it is over the limit; raised before it is received if its length is given.
@@ -104,12 +104,12 @@ class BodyReader:
         return await self._read(request, limit, min(limit, self._limits.max_inflated_bytes), "split the request")
 
     async def read_small(self, request: Request) -> bytes:
-        """The body of a request without tensors or model files, which has a lower limit."""
+        """Return the body of a request without tensors or model files, which has a lower limit."""
         limit = min(self._limits.max_body_bytes, self._limits.max_small_body_bytes)
         return await self._read(request, limit, limit, "a request to this path takes no more")
 
     async def read_texts(self, request: Request) -> bytes:
-        """The body of a request whose texts are to be tokenized, as received and decompressed."""
+        """Return the body of a request whose texts are to be tokenized, as received and decompressed."""
         limit = min(self._limits.max_body_bytes, self._limits.max_text_body_bytes)
         return await self._read(request, limit, limit, TEXTS_ADVICE, TEXTS_ADVICE)
 
@@ -172,7 +172,7 @@ class BodyReader:
 
 
 def memory_held(request: Request) -> RequestMemory:
-    """The memory of a request whose body has been received."""
+    """Return the memory of a request whose body has been received."""
     memory: RequestMemory = request.state.memory
     return memory
 
@@ -194,7 +194,7 @@ async def answered_or_gone(request: Request, answered: asyncio.Future[Any], canc
 
 
 def header_length(request: Request, body_bytes: int) -> int | None:
-    """The number of JSON bytes at the body's start, from Inference-Header-Content-Length; None if all are.
+    """Return the number of JSON bytes at the body's start, from Inference-Header-Content-Length; None if all are.
     Raises InvalidArgumentError: the header is no number, or larger than the body.
     """
     text = request.headers.get("inference-header-content-length")
@@ -225,7 +225,7 @@ def decompressed(body: bytes, coding: str, limit: int, advice: str = UNCOMPRESSE
 
 
 def accepted_coding(accept: str) -> str | None:
-    """The known coding that a client prefers; None if it accepts none."""
+    """Return the known coding that a client prefers; None if it accepts none."""
     best, best_weight = None, 0.0
     for entry in accept.lower().split(","):
         name, _, parameter = entry.partition(";")

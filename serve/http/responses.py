@@ -50,7 +50,7 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 
 def json_text_response(content: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A response of JSON text; never cached, as the state may change at any time."""
+    """Return a response of JSON text; never cached, as the state may change at any time."""
     return Response(content.encode(), status, {"cache-control": "no-store", **(headers or {})}, JSON_TYPE)
 
 
@@ -60,7 +60,7 @@ def empty_response() -> Response:
 
 
 def json_in_pieces(pieces: Iterator[bytes], client: str) -> Response:
-    """A response of JSON that is written while the client reads it, each piece when it is the client's turn."""
+    """Return a response of JSON that is written while the client reads it, each piece when it is the client's turn."""
 
     async def written() -> AsyncIterator[bytes]:
         turns = task_turns()
@@ -76,7 +76,7 @@ def dump_json(content: Any) -> str:
 
 
 async def dump_list(entries: Iterable[Any]) -> str:
-    """A list as JSON. It may have thousands of entries, so that the event loop gets a turn after each."""
+    """Return a list as JSON. It may have thousands of entries, so that the event loop gets a turn after each."""
     texts = []
     for entry in entries:
         texts.append(dump_json(entry))
@@ -85,12 +85,13 @@ async def dump_list(entries: Iterable[Any]) -> str:
 
 
 def dump_up_to(content: dict[str, Any], name: str) -> str:
-    """A non-empty object as JSON, up to the value of one more field."""
+    """Return a non-empty object as JSON, up to the value of one more field."""
     return f'{dump_json(content)[:-1]},"{name}":'
 
 
 def message_dict(message: Message) -> dict[str, Any]:
-    """A protobuf message as Triton's REST interface has it: original field names, defaults included, all numbers as numbers.
+    """Return a protobuf message as Triton's REST interface has it: original field names, defaults included, all numbers as
+    numbers.
 
     protobuf's own JSON mapping writes 64-bit numbers as strings.
     """
@@ -129,7 +130,7 @@ def _converter(field: Any) -> Callable[[Any], Any] | None:
 
 
 def http_status(error: Exception) -> tuple[int, str, dict[str, str]]:
-    """The status, the text for the client, and headers. An unexpected error is 500, and its text is not sent."""
+    """Return the status, the text for the client, and headers. An unexpected error is 500, and its text is not sent."""
     status = status_of(error)
     text = status.details.replace(INDEX_RPC, INDEX_PATH)
     if isinstance(error, MessageTooLargeError):
@@ -144,7 +145,7 @@ def http_status(error: Exception) -> tuple[int, str, dict[str, str]]:
 def error_response(
     status: int, text: str, headers: dict[str, str] | None = None, *, scope: Mapping[str, Any], error: Exception | None = None
 ) -> Response:
-    """An error's text, in the form of the request's route."""
+    """Return an error's text, in the form of the request's route."""
     status, content = in_form(scope, status, text, error)
     return json_response(content, status, headers)
 
@@ -170,7 +171,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def on_disconnect(_: Request, __: Exception) -> Response:
-    """A response that is never read: the client has disconnected."""
+    """Return a response that is never read: the client has disconnected."""
     return Response(status_code=400)
 
 

@@ -50,7 +50,7 @@ class RestServer:
         connections: ConnectionLimit | None = None,
         budget: MemoryBudget | None = None,
     ) -> None:
-        """A server that does not listen yet.
+        """Make a server that does not listen yet.
 
         Args:
             core: the models.
@@ -111,7 +111,7 @@ class RestServer:
         return sum(server.connections for server in self._servers)
 
     def _routes(self, service: Service) -> list[GuardedRoute]:
-        """The routes of the first port, for a service that may be restricted to some models."""
+        """Return the routes of the first port, for a service that may be restricted to some models."""
         core, bodies, limits = service.core, self._bodies, self._options.limits
         texts = TextEndpoint(service, bodies, limits, self._texts)
         answering: list[object] = [
@@ -146,14 +146,14 @@ class RestServer:
 
 
 def application(routes: list[GuardedRoute], host: str, options: HttpOptions) -> App:
-    """An ASGI application that answers these routes without authentication."""
+    """Return an ASGI application that answers these routes without authentication."""
     return _guarded(_answers(routes), routes, host, options)
 
 
 def guarded_application(
     routes_of: Callable[[Service], list[GuardedRoute]], service: Service, host: str, options: HttpOptions, gate: Gate | None
 ) -> App:
-    """An ASGI application that answers admitted requests, each from the models that its token permits.
+    """Return an ASGI application that answers admitted requests, each from the models that its token permits.
 
     `routes_of` makes the routes of a service. Without a gate, all requests are admitted.
     """

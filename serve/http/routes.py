@@ -187,7 +187,7 @@ class ModelRoutes:
         ),
     )
     async def repository_index(self, request: Request) -> Response:
-        """Every model version and its state; {"ready": true} asks for the ready ones alone."""
+        """Return every model version and its state; {"ready": true} asks for the ready ones alone."""
         content = fields.parse_object(await self._bodies.read_small(request), empty=True)
         ready = bool(fields.flag(content, "ready", "the request", default=False))
         response = await self._call("RepositoryIndex", pb.RepositoryIndexRequest(ready=ready))
@@ -244,7 +244,7 @@ class ModelRoutes:
 
 
 async def rpc_response(service: Service, rpc: str, request: Message) -> Any:
-    """The response message of an RPC. Raises InferenceError: the errors of the RPC."""
+    """Return the response message of an RPC. Raises InferenceError: the errors of the RPC."""
     return await service.rpcs[f"/{SERVICE}/{rpc}"].method(request, RpcCall(server=service))
 
 

@@ -104,7 +104,7 @@ async def collect(core: InferenceCore) -> AsyncIterator[Metric]:
 
 
 def server_metrics(figures: ServerFigures, *, is_ready: bool) -> Iterator[Metric]:
-    """The halfserve_* metrics of the server, and the usual process_* ones."""
+    """Yield the halfserve_* metrics of the server, and the usual process_* ones."""
     yield metric_of("halfserve_ready", "1 while requests are taken", "gauge", [({}, int(is_ready))])
     refused = (({"reason": reason}, count) for reason, count in sorted((REFUSALS | figures.refused).items()))
     text = "Inference requests that reached no model's queue, by reason"

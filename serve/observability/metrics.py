@@ -61,7 +61,7 @@ class MetricTexts:
             self._parts[name].append("".join(map(_line, metric.samples)).encode(errors="replace"))
 
     def joined(self) -> bytes:
-        """All metrics, as UTF-8."""
+        """Return all metrics, as UTF-8."""
         return b"".join(chain.from_iterable(self._parts.values()))
 
 
@@ -93,7 +93,7 @@ def _escaped(value: str) -> str:
 
 
 def metric_of(name: str, text: str, kind: str, samples: Iterable[tuple[Labels, float]], *, suffix: str = "") -> Metric:
-    """A metric with these samples, by their labels; `suffix` is what the samples' name has behind the metric's."""
+    """Return a metric with these samples, by their labels; `suffix` is what the samples' name has behind the metric's."""
     metric = Metric(name, text, kind)
     for labels, value in samples:
         metric.add_sample(f"{name}{suffix}", labels, value)

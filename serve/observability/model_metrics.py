@@ -89,7 +89,7 @@ class ModelMetric:
 
 
 def _figure(read: Callable[[ModelFigures], float | None], suffix: str = "") -> Callable[[ModelFigures], LabelledSamples]:
-    """The samples of a metric that has one figure for each model, or none."""
+    """Return the samples of a metric that has one figure for each model, or none."""
 
     def samples(figures: ModelFigures) -> LabelledSamples:
         value = read(figures)
@@ -185,7 +185,7 @@ def _drift(figures: ModelFigures) -> LabelledSamples:
 
 
 def _histogram(labels: Labels, edges: Iterable[str], at_most: Iterable[float], total: float) -> LabelledSamples:
-    """The samples of one histogram; `at_most` has its cumulative counts, one per edge and one for all values."""
+    """Yield the samples of one histogram; `at_most` has its cumulative counts, one per edge and one for all values."""
     count = 0.0
     for edge, count in zip((*edges, "+Inf"), at_most, strict=True):
         yield "_bucket", labels | {"le": edge}, count

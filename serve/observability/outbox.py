@@ -192,7 +192,7 @@ class ArrayFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """A file that is opened at the first write."""
+        """Name a file that is opened at the first write."""
         self._path = path
         self._descriptor: int | None = None
         self._opened: os.stat_result | None = None

@@ -31,7 +31,7 @@ SPAN_KINDS = {"INTERNAL": 1, "SERVER": 2}
 
 
 def make_exporter(to: str, log_frequency: Callable[[], int], *, process: int | None = None) -> OtlpExporter | FileExporter:
-    """An exporter to a collector ("otlp"), or to a file: a path, or "triton:" and a path.
+    """Return an exporter to a collector ("otlp"), or to a file: a path, or "triton:" and a path.
 
     `log_frequency` tells the traces per file, for each file. `process`, the number of this process among several, separates
     arrays (FILE-NUMBER); files of lines are shared.
@@ -122,7 +122,7 @@ class FileExporter:
         self._file.close()
 
     def _room(self) -> int:
-        """The number of traces to write now; begins the next file if this one is full."""
+        """Return the number of traces to write now; begins the next file if this one is full."""
         each = self._log_frequency()
         if not each:
             return CHUNK
@@ -193,7 +193,7 @@ def _triton_objects(number: int, record: TraceRecord) -> tuple[str, str]:
 
 
 def to_line(spans: Sequence[Span], resource: Mapping[str, Any], scope: tuple[str, str]) -> str:
-    """An ExportTraceServiceRequest as one line; ids are hexadecimal, and 64-bit numbers are strings.
+    """Return an ExportTraceServiceRequest as one line; ids are hexadecimal, and 64-bit numbers are strings.
 
     The spans are of one process, which `resource` describes; `scope` is the name and version of the library that made them.
     Formatted by hand: json.dumps takes three times as long, and protobuf's own JSON 25 times.
@@ -246,7 +246,7 @@ def _value(value: Any) -> str:
 
 
 def resource() -> Resource:
-    """The service as the OTEL_* variables describe it; its name is halfserve by default."""
+    """Return the service as the OTEL_* variables describe it; its name is halfserve by default."""
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource  # noqa: PLC0415  (slow, and only needed here)
 
     named = "OTEL_SERVICE_NAME" in os.environ or SERVICE_NAME in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")

@@ -44,7 +44,7 @@ class Batching:
     max_queue_mib: Annotated[int, _batching(min=1, help="MiB that these may hold.")] = Defaults.max_queue_mib
 
     def defaults(self) -> Defaults:
-        """Settings of models whose config.pbtxt leaves them open."""
+        """Return the settings of models whose config.pbtxt leaves them open."""
         return Defaults(**vars(self))
 
 
@@ -96,7 +96,7 @@ class Computing:
             raise typer.BadParameter("--cpu and --require-gpu exclude each other; use one of them")
 
     def process_count(self) -> int:
-        """Number of server processes."""
+        """Return the number of server processes."""
         with reading("--processes"):
             return process_count(self.processes, use_gpu=not self.cpu)
 

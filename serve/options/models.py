@@ -95,7 +95,7 @@ class Models:
             raise typer.BadParameter("--load-model and --model-uploads need --model-control explicit; add it or leave them out")
 
     def control(self, *, certificate_key: Path | None, lame_duck_s: float) -> ControlOptions:
-        """Selection and loading of models."""
+        """Return what selects and loads models."""
         return ControlOptions(
             mode=self.model_control,
             load_at_start=tuple(self.load_model or ()),

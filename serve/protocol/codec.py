@@ -60,7 +60,7 @@ class RequestedOutput:
 
 
 def parameters_of_request(request: ModelInferRequest) -> Mapping[str, Parameter]:
-    """The request's parameters by name; one without a value is left out.
+    """Return the request's parameters by name; one without a value is left out.
 
     Raises:
         InvalidArgumentError: a parameter's name has the prefix that is reserved for the server.

@@ -46,7 +46,9 @@ class ManyReplies(Protocol):
     """A client that takes any number of responses to one request."""
 
     def begin(self, *, wants_empty_final: bool) -> None:
-        """The request is for a decoupled model. `wants_empty_final`: the client wants a last response without outputs."""
+        """Take note that the request is for a decoupled model. `wants_empty_final`: the client wants a last response without
+        outputs.
+        """
 
     def response(self, response: bytes | InferenceError, *, final: bool, read: Callable[[], None]) -> None:
         """Take one response. At the end the request's `Reply` gets one without outputs, or the error.

@@ -104,7 +104,7 @@ class RequestPattern:
     sequence_end: int = 0  # end of that value; 0 without one
 
     def is_like(self, data: bytes | memoryview) -> bool:
-        """Whether `data`, of the pattern's length, matches."""
+        """Return whether `data`, of the pattern's length, matches."""
         for offset, segment in self.segments:
             end = offset + len(segment)
             # The comparison is written twice because mypyc compiles a slice of bytes alone to one call.

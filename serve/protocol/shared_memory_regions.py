@@ -152,8 +152,10 @@ class SystemRegion:
 
 
 def open_system_region(name: str, key: str, offset: int, byte_size: int, mode: SharedMemoryMode) -> SystemRegion:
-    """Raises:
-    InvalidArgumentError: the key is invalid, or the file is missing or smaller than the region.
+    """Open a region of system shared memory.
+
+    Raises:
+        InvalidArgumentError: the key is invalid, or the file is missing or smaller than the region.
     """
     file_name = key.removeprefix("/")
     if not _is_file_name(file_name) or not byte_size or offset + byte_size >= 2**63:
@@ -186,7 +188,7 @@ def open_system_region(name: str, key: str, offset: int, byte_size: int, mode: S
 
 
 def _is_file_name(text: str) -> bool:
-    """Whether a key is a single file name, as in shm_open(3)."""
+    """Return whether a key is a single file name, as in shm_open(3)."""
     return text not in {"", ".", ".."} and not {"/", "\0"} & set(text) and len(os.fsencode(text)) <= MAX_NAME_BYTES
 
 

@@ -240,7 +240,7 @@ def _windows(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 def _free_view(place: Path) -> tuple[FileLock, Path]:
-    """The first view without a living server, locked for this one."""
+    """Return the first view without a living server, locked for this one."""
     number = 1
     while (lock := _tried(place / f"view-{number}.lock")) is None:
         number += 1
@@ -266,7 +266,7 @@ def _tried(path: Path) -> FileLock | None:
 
 
 def _is_held(lock: FileLock) -> bool:
-    """Whether another process holds the lock."""
+    """Return whether another process holds the lock."""
     if (tried := _tried(Path(lock.lock_file))) is None:
         return True
     tried.release()

@@ -37,7 +37,7 @@ class StoredModel:
     versions: dict[str, Files] = field(default_factory=dict)  # objects of each version, by the name of the version's folder
 
     def objects(self) -> list[StoredObject]:
-        """All objects of the model."""
+        """Return all objects of the model."""
         return [stored for files in (self.beside, *self.versions.values()) for stored in files.values()]
 
 
@@ -272,7 +272,7 @@ class RepositoryCopy:
 
 
 def _is_plain(part: str) -> bool:
-    """Whether a name may be a local file name and part of a log line. Hidden files are unfinished, or not models."""
+    """Return whether a name may be a local file name and part of a log line. Hidden files are unfinished, or not models."""
     return part.isprintable() and part[:1] not in {"", "."} and not set(part) & {"\\", os.sep}
 
 

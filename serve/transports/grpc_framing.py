@@ -153,7 +153,7 @@ class PartialMessage:
 
     @classmethod
     def starting_with(cls, piece: bytes | memoryview, max_bytes: int) -> PartialMessage | None:
-        """The message that begins with `piece`; None unless it is uncompressed and at most `max_bytes` long."""
+        """Return the message that begins with `piece`; None unless it is uncompressed and at most `max_bytes` long."""
         if len(piece) < PREFIX_BYTES:
             return None
         flag, length = PREFIX.unpack_from(piece)
@@ -210,12 +210,12 @@ class PartialMessage:
         return place - start
 
     def so_far(self) -> bytes:
-        """The received bytes, prefix included."""
+        """Return the received bytes, prefix included."""
         return PREFIX.pack(0, len(self._message)) + self._message[: self.came - PREFIX_BYTES]
 
 
 def timeout_seconds(value: bytes | None) -> float | None:
-    """The value of a `grpc-timeout` header in seconds.
+    """Return the value of a `grpc-timeout` header in seconds.
 
     Raises:
         InvalidArgumentError: it is not a number of at most 8 digits and a unit.
@@ -231,7 +231,7 @@ def timeout_seconds(value: bytes | None) -> float | None:
 
 
 def refusal(headers: Mapping[bytes, bytes]) -> Headers | None:
-    """The HTTP response to a request that is not a gRPC call; None for a gRPC call."""
+    """Return the HTTP response to a request that is not a gRPC call; None for a gRPC call."""
     if headers.get(b":method") != b"POST":
         return [(b":status", b"405"), (b"allow", b"POST")]
     if CONTENT_TYPE.fullmatch(headers.get(b"content-type", b"")) is None:
@@ -240,7 +240,7 @@ def refusal(headers: Mapping[bytes, bytes]) -> Headers | None:
 
 
 def oversize(headers: Iterable[tuple[bytes, bytes]], max_bytes: int) -> Headers | None:
-    """The response to a call whose headers exceed `max_bytes`; None within the limit."""
+    """Return the response to a call whose headers exceed `max_bytes`; None within the limit."""
     size = sum(len(name) + len(value) + FIELD_BYTES for name, value in headers)
     if size <= max_bytes:
         return None

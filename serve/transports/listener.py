@@ -51,7 +51,7 @@ class ConnectionLimit:
         self.open -= 1
 
     def gives_way(self) -> bool:
-        """Whether another process, which accepts from the same sockets, should have the next connection."""
+        """Return whether another process, which accepts from the same sockets, should have the next connection."""
         return False
 
     def begin_handshake(self, connection: asyncio.BaseProtocol, drop: Callable[[], object]) -> None:
@@ -198,7 +198,7 @@ class Listener:
             self._limit.begin_handshake(connection, partial(self._drop, connection, task))
 
     def _established(self, handshake: _Handshake) -> asyncio.BaseProtocol:
-        """The connection that has the place of its handshake from now on."""
+        """Return the connection that has the place of its handshake from now on."""
         connection = self._make()
         self._open.remove(handshake)
         self._open.add(connection)

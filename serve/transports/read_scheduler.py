@@ -66,7 +66,7 @@ class ReadScheduler:
         return SMALL_BYTES + 1
 
     def must_wait(self, reader: Reader, size: int) -> bool:
-        """Whether `size` received bytes must be read later, through `wait`."""
+        """Return whether `size` received bytes must be read later, through `wait`."""
         if size <= SMALL_BYTES:
             return False
         if not self.has_begun_turn:
@@ -135,7 +135,7 @@ _schedulers: WeakKeyDictionary[asyncio.AbstractEventLoop, ReadScheduler] = WeakK
 
 
 def read_scheduler() -> ReadScheduler:
-    """The scheduler of the running event loop: all its servers share the loop's time."""
+    """Return the scheduler of the running event loop: all its servers share the loop's time."""
     loop = asyncio.get_running_loop()
     found = _schedulers.get(loop)
     if found is None:

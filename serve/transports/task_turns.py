@@ -117,5 +117,5 @@ _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, TaskTurns] = WeakKeyDiction
 
 
 def task_turns() -> TaskTurns:
-    """The turns of the running event loop: all its servers share the loop's time."""
+    """Return the turns of the running event loop: all its servers share the loop's time."""
     return _turns.setdefault(asyncio.get_running_loop(), TaskTurns())

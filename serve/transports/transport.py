@@ -49,7 +49,7 @@ def make_transport(
     connections: ConnectionLimit | None = None,
     budget: MemoryBudget | None = None,
 ) -> Transport:
-    """A transport that does not listen yet.
+    """Return a transport that does not listen yet.
 
     Args:
         name: name of the transport.

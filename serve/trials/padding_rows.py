@@ -32,7 +32,7 @@ class PaddingRows:
     """
 
     def __init__(self, tried: TriedVersion, settings: PaddingSettings) -> None:
-        """`settings`: the version's padding; the buckets and the longest length are not used."""
+        """Make rows for a version. `settings`: the version's padding; the buckets and the longest length are not used."""
         self._interface = tried.model.interface
         self._rule = settings.rule
         self._padding = Padding(settings, [spec.name for spec in self._interface.inputs])

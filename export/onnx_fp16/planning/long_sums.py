@@ -120,7 +120,9 @@ class _VariableAxes:
         return not isinstance(dim, int) and (self._is_named(dim) or self._unknown_may_vary)
 
     def _are_named(self, dims: list[int | onnx_ir.SymbolicDim]) -> bool:
-        """Whether an axis that two operands share varies. A product of unknown size is mostly an attention's over its heads."""
+        """Return whether an axis that two operands share varies. A product of unknown size is mostly an attention's over its
+        heads.
+        """
         return not any(isinstance(dim, int) for dim in dims) and any(map(self._is_named, dims))
 
     def _is_named(self, dim: int | onnx_ir.SymbolicDim) -> bool:

@@ -147,7 +147,9 @@ class CastingPlan:
             self.single_groups.add(self.ties.group_of(value))
 
     def gives_half(self, value: onnx_ir.Value) -> bool:
-        """Whether a float32 value will be half where it is made. Not for constants and casts, which can have either type."""
+        """Return whether a float32 value will be half where it is made. Not for constants and casts, which can have either
+        type.
+        """
         node = value.producer()
         if node is None:
             if value.graph is self.model.graph:

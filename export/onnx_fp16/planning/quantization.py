@@ -79,7 +79,9 @@ def quantized_gaps(model: onnx_ir.Model, half: HalfType) -> Iterator[tuple[onnx_
 
 
 def _integer_concat(concat: onnx_ir.Node) -> list[onnx_ir.Node]:
-    """The Concat with all nodes from a DequantizeLinear before each input to the QuantizeLinear behind; empty if one lacks."""
+    """Return the Concat with all nodes from a DequantizeLinear before each input to the QuantizeLinear behind; empty if one
+    lacks.
+    """
     ways = [_from_dequantizer(value) for value in concat.inputs]
     behind = _to_quantizer(concat, _PASSED)
     if not behind or not all(ways):
@@ -88,7 +90,9 @@ def _integer_concat(concat: onnx_ir.Node) -> list[onnx_ir.Node]:
 
 
 def _quantized_bias(layer: onnx_ir.Node) -> onnx_ir.Node | None:
-    """The DequantizeLinear of a layer's weights, if the runtime quantizes the bias and float16 cannot hold the result."""
+    """Return the DequantizeLinear of a layer's weights, if the runtime quantizes the bias and float16 cannot hold
+    the result.
+    """
     data, weights = (_from_dequantizer(value) for value in layer.inputs[:2])
     bias = constant_of(layer.inputs[2])
     if not data or not weights or bias is None or not _to_quantizer(layer, _PASSED | _ACTIVATIONS):

@@ -287,7 +287,9 @@ def _uses_of_mask(value: onnx_ir.Value) -> list[tuple[onnx_ir.Node, int]] | None
 
 
 def _factors(value: onnx_ir.Value | None) -> list[onnx_ir.TensorProtocol] | None:
-    """The constants of a value computed from booleans, integers and constants alone, as masks are; None for any other value."""
+    """Return the constants of a value computed from booleans, integers and constants alone, as masks are; None for any other
+    value.
+    """
     waiting, seen, found = [value], set[onnx_ir.Value | None](), list[onnx_ir.TensorProtocol]()
     while waiting:
         current = waiting.pop()

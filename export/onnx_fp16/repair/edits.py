@@ -75,7 +75,9 @@ def number_of(value: onnx_ir.Value | None) -> float | None:
 
 
 def axes_of(node: onnx_ir.Node) -> list[int] | None:
-    """The axes of a reduction, from its attribute or its constant input; None where they are not known, or all are meant."""
+    """Return the axes of a reduction, from its attribute or its constant input; None where they are not known, or all are
+    meant.
+    """
     attribute = node.attributes.get("axes")
     if attribute is not None:
         return list(attribute.as_ints())
@@ -99,7 +101,9 @@ def only_reader(value: onnx_ir.Value) -> onnx_ir.Node | None:
 
 
 def made_for(reader: onnx_ir.Node | None, value: onnx_ir.Value | None, *types: str) -> onnx_ir.Node | None:
-    """The maker of a value if it has one of these operators, is of the reader's graph, and no other node reads the value."""
+    """Return the maker of a value if it has one of these operators, is of the reader's graph, and no other node reads the
+    value.
+    """
     node = value.producer() if value is not None else None
     if value is None or node is None or reader is None or not is_op(node, *types) or node.graph is not reader.graph:
         return None
@@ -161,7 +165,9 @@ class NodeBuilder:
         outputs: int = 1,
         **attributes: Any,
     ) -> onnx_ir.Node:
-        """A node before `like`, or behind it, with its metadata; outputs are float32 unless `kind` names another type."""
+        """Return a node before `like`, or behind it, with its metadata; outputs are float32 unless `kind` names
+        another type.
+        """
         name = self.name(f"{like.name}/{op_type}")
         made = onnx_ir.node(op_type, inputs, attributes=attributes, name=name, num_outputs=outputs)
         made.metadata_props.update(like.metadata_props)

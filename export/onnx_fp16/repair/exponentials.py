@@ -81,7 +81,9 @@ def _is_softmax(quotient: onnx_ir.Node) -> bool:
 
 
 def _without_maximum(power: onnx_ir.Node, axis: int) -> tuple[onnx_ir.Value | None, tuple[onnx_ir.Node, ...]]:
-    """The argument of the exponential without the maximum over the axis that the model subtracts, and the nodes left out."""
+    """Return the argument of the exponential without the maximum over the axis that the model subtracts, and the nodes left
+    out.
+    """
     argument = power.inputs[0]
     shift = argument.producer() if argument is not None else None
     if shift is None or not is_op(shift, "Sub") or argument is None or only_reader(argument) is not power:

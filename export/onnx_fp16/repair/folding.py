@@ -85,7 +85,9 @@ def _affine_of(node: onnx_ir.Node) -> _Affine | None:
 
 
 def _foldable(node: onnx_ir.Node, affine: _Affine) -> onnx_ir.Node | None:
-    """The linear operator before a BatchNorm, if only that reads it and its weights are constant and of the same channels."""
+    """Return the linear operator before a BatchNorm, if only that reads it and its weights are constant and of the same
+    channels.
+    """
     source = node.inputs[0]
     if source is None or only_reader(source) is not node:
         return None

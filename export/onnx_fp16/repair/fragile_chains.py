@@ -152,7 +152,9 @@ def power_of(node: onnx_ir.Node) -> float | None:
 
 
 def factor_of(node: onnx_ir.Node) -> float | None:
-    """The constant number by which a node multiplies, or one over the number by which it divides; None for any other node."""
+    """Return the constant number by which a node multiplies, or one over the number by which it divides; None for any other
+    node.
+    """
     if not is_op(node, "Mul", "Div"):
         return None
     if is_op(node, "Div"):
@@ -236,7 +238,9 @@ def _of_exponential(node: onnx_ir.Node) -> _Found:
 
 
 def _of_angle(node: onnx_ir.Node) -> _Found:
-    """The sine of a value computed from the model's inputs and constants alone: positions, or a diffusion model's time."""
+    """Return the sine of a value computed from the model's inputs and constants alone: positions, or a diffusion
+    model's time.
+    """
     path, waiting = {node: None}, list(node.inputs)
     while waiting:
         value = waiting.pop()

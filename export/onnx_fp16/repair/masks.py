@@ -253,7 +253,9 @@ def _in_order(softmax: onnx_ir.Node) -> list[onnx_ir.Node]:
 
 
 def _is_passed(node: onnx_ir.Node) -> bool:
-    """Whether a mask passes through a node: not through the Where of `_settle`, which replaces what has outgrown float16."""
+    """Return whether a mask passes through a node: not through the Where of `_settle`, which replaces what has outgrown
+    float16.
+    """
     return is_op(node, *PASSED) and not (
         is_op(node, "Where") and node.inputs[0] is not None and is_op(node.inputs[0].producer(), "Less")
     )

@@ -154,7 +154,9 @@ def _divided(root: onnx_ir.Node, centred: onnx_ir.Value) -> tuple[onnx_ir.Node, 
 
 
 def _then(node: onnx_ir.Node, op_type: str, size: int) -> tuple[onnx_ir.Node, onnx_ir.Value | None]:
-    """The following multiplication or addition by a constant vector, and that vector; the node itself where there is none."""
+    """Return the following multiplication or addition by a constant vector, and that vector; the node itself where there is
+    none.
+    """
     after = only_reader(node.outputs[0])
     if after is None or not is_op(after, op_type) or after.graph is not node.graph:
         return node, None

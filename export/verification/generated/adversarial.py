@@ -89,7 +89,8 @@ def is_mask(value: Input, feeds: Sequence[Feed]) -> bool:
 
 
 def lengthened(wanted: Sequence[Input], feed: Feed, longest: Mapping[str, int]) -> Feed | None:
-    """The batch repeated along dimensions up to their longest size, by the keys of `Input.keys`; None where none has that size.
+    """Return the batch repeated along dimensions up to their longest size, by the keys of `Input.keys`; None where none has
+    that size.
 
     Raises:
         ExportError: The batch does not fit in memory.

@@ -43,7 +43,7 @@ def floats_on_cpu(session: ort.InferenceSession, path: Path) -> str | None:
 
 
 def _float_nodes(model: onnx.ModelProto) -> Iterator[NodeProto]:
-    """The nodes, bodies included, that read or make floats, and those of other domains, whose types are unknown."""
+    """Yield the nodes, bodies included, that read or make floats, and those of other domains, whose types are unknown."""
     try:
         typed = onnx.shape_inference.infer_shapes(model)
     except (onnx.shape_inference.InferenceError, ValueError, RuntimeError):

@@ -289,7 +289,7 @@ class SessionOpener:
 
 
 def _in_words(precision: str, session: ort.InferenceSession) -> str:
-    """The precision of a session, with TF32 where float32 products lose digits by it."""
+    """Return the precision of a session, with TF32 where float32 products lose digits by it."""
     options = session.get_provider_options().get(CUDA, {})
     has_tf32 = session.get_providers()[0] == CUDA and options.get(TF32) == "1"
     return f"{precision} (TF32 products)" if precision == "fp32" and has_tf32 else precision

@@ -96,12 +96,12 @@ class CustomMetrics:
                 series.counts[bisect_left(series.bounds, value)] += 1
 
     def value(self, name: str, labels: Mapping[str, str]) -> float:
-        """The value of a counter or gauge."""
+        """Return the value of a counter or gauge."""
         with self._lock:
             return self._families[name].series[_key(labels)].value
 
     def read(self) -> list[CustomMetric]:
-        """All families, for the exposition."""
+        """Return all families, for the exposition."""
         with self._lock:
             return [
                 CustomMetric(
@@ -119,7 +119,7 @@ def _key(labels: Mapping[str, str]) -> Labels:
 
 
 def _samples(kind: str, key: Labels, series: _Series) -> list[tuple[str, dict[str, str], float]]:
-    """A metric's samples: (suffix, labels, value)."""
+    """Return a metric's samples: (suffix, labels, value)."""
     labels = dict(key)
     if kind != "histogram":
         return [("", labels, series.value)]

@@ -38,7 +38,7 @@ class Interpreter:
     home: Path | None = None
 
     def environment(self) -> Mapping[str, str]:
-        """The process's environment variables."""
+        """Return the process's environment variables."""
         variables = dict(os.environ)
         if self.home is None:
             return variables
@@ -52,7 +52,7 @@ class Interpreter:
 
 
 def interpreter_for(config: ModelConfig, model: Path) -> Interpreter:
-    """The interpreter of the model at `<model folder>/<version>/model.py`.
+    """Return the interpreter of the model at `<model folder>/<version>/model.py`.
 
     Raises:
         ModelLoadError: EXECUTION_ENV_PATH is no folder of a venv or conda environment, nor an archive of one.
@@ -74,7 +74,7 @@ def interpreter_for(config: ModelConfig, model: Path) -> Interpreter:
 
 
 def _unpacked(archive: Path) -> Path:
-    """The folder with an archive's content, unpacked once per user and content."""
+    """Return the folder with an archive's content, unpacked once per user and content."""
     status = archive.stat()
     key = f"{archive.resolve()}|{status.st_mtime_ns}|{status.st_size}"
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfserve" / "python-environments"

@@ -32,7 +32,7 @@ class CopyCalls:
     """
 
     def __init__(self, connected: Callable[[], ModelCalls], label: str, reply: Reply) -> None:
-        """`connected`: returns the way to other models; `reply`: sends a reply to the copy."""
+        """Make the calls of one copy. `connected`: returns the way to other models; `reply`: sends a reply to the copy."""
         self.caller: CallingExecution | None = None
         self.is_loading = False
         self._connected = connected
@@ -184,7 +184,7 @@ class _Replying:
 
 
 def _parameters(header: Mapping[str, Any]) -> dict[str, Parameter]:
-    """The parameters of a call, with those of a sequence as clients send them."""
+    """Return the parameters of a call, with those of a sequence as clients send them."""
     parameters: dict[str, Parameter] = dict(header["p"])
     if header["correlation"]:
         parameters[SEQUENCE_ID] = header["correlation"]

@@ -208,7 +208,7 @@ class ChildProcess:
         self._calls.shut_down()
 
     def _exit(self) -> str:
-        """How it ended, as the rest of a sentence."""
+        """Return how it ended, as the rest of a sentence."""
         try:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -262,7 +262,7 @@ class ChildProcess:
 
 @contextlib.contextmanager
 def _ended(pid: int) -> Any:
-    """A descriptor that is readable once a process has ended; None where the system has none."""
+    """Provide a descriptor that is readable once a process has ended; None where the system has none."""
     try:
         number = os.pidfd_open(pid)
     except (AttributeError, OSError):

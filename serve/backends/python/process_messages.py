@@ -41,7 +41,7 @@ TEXT_BYTES = 1 << 14  # converting more texts or numbers takes longer than the w
 
 
 def request_message(request: InferRequest, number: int, model: str, version: int) -> dict[str, Any]:
-    """A request without its tensors, for `InferenceRequest.received`."""
+    """Return a request without its tensors, for `InferenceRequest.received`."""
     message: dict[str, Any] = {
         "number": number,
         "model": model,
@@ -61,7 +61,7 @@ def request_message(request: InferRequest, number: int, model: str, version: int
 
 
 def to_wire(name: str, datatype: Datatype, array: Array) -> WireTensor:
-    """An array in the dtype of its datatype, for a message."""
+    """Return an array in the dtype of its datatype, for a message."""
     if datatype.itemsize is None:
         return WireTensor(name, datatype.wire, array.shape, np.frombuffer(serialize_byte_tensor(array) or b"", np.uint8))
     data = array.view(np.uint16) if datatype.numpy is None else array
@@ -69,7 +69,7 @@ def to_wire(name: str, datatype: Datatype, array: Array) -> WireTensor:
 
 
 def from_wire(tensor: WireTensor) -> Array:
-    """A received tensor as an array, a view unless it is BYTES.
+    """Return a received tensor as an array, a view unless it is BYTES.
 
     Raises:
         ValueError: BYTES that are cut off, or do not fit the shape.
@@ -81,13 +81,13 @@ def from_wire(tensor: WireTensor) -> Array:
 
 
 def error_of(given: Sequence[Any]) -> InferenceError:
-    """The error of a response: [code, text]."""
+    """Return the error of a response: [code, text]."""
     kind = BY_CODE.get(given[0], BackendError)
     return kind(str(given[1]).strip().split("\n")[0] or "the model failed on this request")
 
 
 def code_of(error: InferenceError | ModelLoadError) -> list[Any]:
-    """The reverse of `error_of`."""
+    """Return the reverse of `error_of`."""
     return [CODES.get(type(error), INTERNAL), str(error)]
 
 
@@ -115,7 +115,7 @@ class ResponseReader:
     def outputs(
         self, wanted: Sequence[str], rows: int, tensors: Sequence[WireTensor], parameters: Mapping[str, Parameter] | None
     ) -> Tensors | InferenceError:
-        """The wanted outputs of a response, in the model's order; or why they do not fit the configuration.
+        """Return the wanted outputs of a response, in the model's order; or why they do not fit the configuration.
 
         A response may leave outputs out, as in Triton. `rows`: of the request.
         """
@@ -168,7 +168,7 @@ class ResponseReader:
 
 
 def _converted(array: Array, datatype: Datatype) -> Array:
-    """An output in the dtype of the configuration.
+    """Return an output in the dtype of the configuration.
 
     Floating-point numbers are converted, and other numbers where each keeps its value: `np.array([0])` is an INT64 that an
     INT32 output means.

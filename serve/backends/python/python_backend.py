@@ -316,7 +316,9 @@ class PythonBackend(RequestBackend):
         self._backlog.wait()
 
     def _respond_once(self, number: int, message: Mapping[str, Any], tensors: list[WireTensor]) -> None:
-        """The one response of a request, from its response sender, which may come before the reply of `execute` or after it."""
+        """Take the one response of a request, from its response sender, which may come before the reply of `execute` or after
+        it.
+        """
         request = self._open.find(number)
         if request is None:
             return
@@ -326,7 +328,7 @@ class PythonBackend(RequestBackend):
             self._services.connected().soon(partial(later.give, response))
 
     def _ended(self) -> None:
-        """The runner has gone: requests that it should still answer fail."""
+        """Fail the requests that the runner, which has gone, should still answer."""
         self._copy.stop()
         caller = self._copy.calls.caller
         left, later = self._open.end(set() if caller is None else set(map(id, caller.requests)))

@@ -52,7 +52,7 @@ class PythonRuntime:
         return OwnDeclaration(completed, self._interface(path, completed))
 
     def _completed(self, path: Path, declared: DeclaredConfig, name: str) -> DeclaredConfig:
-        """The configuration, completed by the model's auto_complete_config where it has one.
+        """Return the configuration, completed by the model's auto_complete_config where it has one.
 
         Raises:
             ModelLoadError: the file cannot be read or imported, or contradicts its configuration.
@@ -82,7 +82,7 @@ class PythonRuntime:
         return DeclaredConfig(message=message, source=declared.source, says_batch_size=True)
 
     def _interface(self, path: Path, declared: DeclaredConfig) -> ModelInterface:
-        """The interface that a completed configuration declares.
+        """Return the interface that a completed configuration declares.
 
         Raises:
             ModelLoadError: it has no outputs, or one has no datatype or dims.
@@ -167,7 +167,9 @@ def _for_completion(declared: DeclaredConfig, name: str) -> ModelConfig:
 
 
 def _json(config: ModelConfig) -> str:
-    """A configuration as Triton hands it to a model: the field names of the .proto file, defaults included, numbers as such."""
+    """Return a configuration as Triton hands it to a model: the field names of the .proto file, defaults included, numbers as
+    such.
+    """
     content = json_format.MessageToDict(config, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     return json.dumps(_with_numbers(content, config.DESCRIPTOR))
 

@@ -102,7 +102,7 @@ class Metric:
         self._change("observe", value, MetricKind.HISTOGRAM)
 
     def value(self) -> float:
-        """The value in the server.
+        """Return the value in the server.
 
         Raises:
             TritonModelException: it is a histogram.
@@ -150,7 +150,7 @@ class MetricFamily:
     def Metric(  # noqa: N802  (Triton's name)
         self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None
     ) -> Metric:
-        """The family's metric with these labels; a histogram needs rising `buckets`.
+        """Return the family's metric with these labels; a histogram needs rising `buckets`.
 
         Raises:
             TritonModelException: a label has a wrong name; buckets are missing, given for another kind, or do not rise.

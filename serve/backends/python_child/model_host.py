@@ -48,7 +48,7 @@ class ModelFailedError(Exception):
 
 
 def failed(during: str, error: BaseException) -> ModelFailedError:
-    """The failure of a step such as "initialize", with its traceback from model.py on."""
+    """Return the failure of a step such as "initialize", with its traceback from model.py on."""
     text = error_of(error).message()
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return ModelFailedError(text if isinstance(error, TritonModelException) else f"{during}: {text}", trace)
@@ -141,7 +141,7 @@ class ModelHost:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def completed(self, config: str) -> str | None:
-        """The configuration, completed by the model's auto_complete_config; None without one. Both are JSON.
+        """Return the configuration, completed by the model's auto_complete_config; None without one. Both are JSON.
 
         Raises:
             ModelFailedError: it fails, or returns something else.
@@ -175,7 +175,7 @@ class ModelHost:
             raise ModelFailedError(f"{CLASS} has no method execute")
 
     def execute(self, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
-        """The responses, one per request; None for a request whose responses its sender gives, or that is rescheduled.
+        """Return the responses, one per request; None for a request whose responses its sender gives, or that is rescheduled.
 
         Raises:
             ModelFailedError: it fails, or returns something else.

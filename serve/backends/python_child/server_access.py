@@ -133,7 +133,7 @@ class EventAccess:
             os._exit(0)
 
     def begin_call(self, replies: Replies) -> int:
-        """The number of a call that the caller sends by `tell`, as its argument "call"."""
+        """Return the number of a call that the caller sends by `tell`, as its argument "call"."""
         number = next(self._numbers)
         self._waiting[number] = replies
         return number
@@ -232,7 +232,7 @@ def using(access: ServerAccess) -> Iterator[None]:
 
 
 def server() -> ServerAccess:
-    """The server that runs this model.
+    """Return the server that runs this model.
 
     Raises:
         TritonModelException: there is none.
@@ -244,7 +244,7 @@ def server() -> ServerAccess:
 
 
 def done(reply: Reply) -> Reply:
-    """A reply without an error.
+    """Return a reply without an error.
 
     Raises:
         TritonModelException: the server's error.
@@ -285,5 +285,5 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:  # n
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Whether a model, or one version of it, is there and takes requests."""
+    """Return whether a model, or one version of it, is there and takes requests."""
     return bool(done(server().call("is_ready", {"model": model_name, "version": model_version}, []))[0]["ready"])

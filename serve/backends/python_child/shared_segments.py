@@ -33,7 +33,7 @@ View = np.ndarray  # array of bytes
 
 
 def aligned(size: int) -> int:
-    """The size, rounded up so that what follows is aligned for every dtype."""
+    """Return the size, rounded up so that what follows is aligned for every dtype."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -131,7 +131,7 @@ class MappedSegments:
         self._views: dict[int, weakref.ref[Any]] = {}
 
     def view(self, number: int, fd: int | None) -> np.ndarray[Any, Any]:
-        """The bytes for tensors of a segment; `fd` is its file where it is new, and is closed here.
+        """Return the bytes for tensors of a segment; `fd` is its file where it is new, and is closed here.
 
         Raises:
             ValueError: the file could shrink, is too small or cannot be mapped, or the segment is unknown.

@@ -105,12 +105,12 @@ class ModelConfig:
 
 
 def get_input_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
-    """The entry of an input in a configuration; None without one."""
+    """Return the entry of an input in a configuration; None without one."""
     return _entry(model_config.get("input", ()), name)
 
 
 def get_output_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
-    """The entry of an output in a configuration; None without one."""
+    """Return the entry of an output in a configuration; None without one."""
     return _entry(model_config.get("output", ()), name)
 
 
@@ -119,5 +119,5 @@ def _entry(entries: Sequence[Mapping[str, Any]], name: str) -> Any:
 
 
 def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) -> bool:
-    """Whether a model gives any number of responses to a request."""
+    """Return whether a model gives any number of responses to a request."""
     return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))

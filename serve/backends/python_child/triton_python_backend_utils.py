@@ -89,17 +89,17 @@ class _Directory:
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Any:
-    """An input of a request; None where it has none of this name."""
+    """Return an input of a request; None where it has none of this name."""
     return next((tensor for tensor in inference_request.inputs() if tensor.name() == name), None)
 
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Any:
-    """An output of a response; None where it has none of this name."""
+    """Return an output of a response; None where it has none of this name."""
     return next((tensor for tensor in inference_response.output_tensors() if tensor.name() == name), None)
 
 
 def get_model_dir() -> str:
-    """The folder of the model's version, with its model.py."""
+    """Return the folder of the model's version, with its model.py."""
     return _Directory.path
 
 

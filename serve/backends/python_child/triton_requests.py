@@ -48,7 +48,7 @@ class InferenceTrace:
         self._context = context
 
     def get_context(self) -> str | None:
-        """The trace context; None where it is not traced."""
+        """Return the trace context; None where it is not traced."""
         return self._context
 
 
@@ -77,7 +77,7 @@ class InferenceRequest:
         trace: InferenceTrace | None = None,
         parameters: Mapping[str, Any] | None = None,
     ) -> None:
-        """A request to a model of this server; `timeout` in microseconds.
+        """Make a request to a model of this server; `timeout` in microseconds.
 
         Raises:
             TypeError: `inputs`, `requested_output_names` or `model_name` is missing, or a value is None.
@@ -202,13 +202,13 @@ class InferenceRequest:
         return self._release_flags == RELEASE_RESCHEDULE
 
     def is_cancelled(self) -> bool:
-        """Whether the client of a received request has gone."""
+        """Return whether the client of a received request has gone."""
         if self._access is None:
             return False
         return bool(self._access.call("is_cancelled", {"number": self._number}, [])[0].get("cancelled", True))
 
     def get_response_sender(self) -> ResponseSender:
-        """Sends the responses of a received request.
+        """Return the sender of the responses of a received request.
 
         Raises:
             TritonModelException: this request was made by the model.
@@ -259,5 +259,5 @@ class InferenceRequest:
 
 
 def text_of(value: str | bytes) -> str:
-    """A name, which may be an element of a BYTES tensor."""
+    """Return a name, which may be an element of a BYTES tensor."""
     return value.decode() if isinstance(value, bytes) else str(value)

@@ -25,7 +25,7 @@ class InferenceResponse:
         error: TritonError | None = None,
         parameters: Mapping[str, Any] | None = None,
     ) -> None:
-        """An answer; with an error the outputs do not count.
+        """Make an answer; with an error the outputs do not count.
 
         Raises:
             TritonModelException: something is of the wrong kind.
@@ -52,7 +52,7 @@ class InferenceResponse:
         return json.dumps(self._parameters)
 
     def to_message(self) -> dict[str, Any]:
-        """The response without its tensors."""
+        """Return the response without its tensors."""
         message: dict[str, Any] = {"n": 0 if self._error else len(self._tensors)}
         if self._error:
             message["error"] = [int(self._error.code()), self._error.message()]
@@ -189,7 +189,7 @@ class ResponseSender:
             raise TritonModelException("a model that is not decoupled gives one response to a request, and has sent it already")
 
     def is_cancelled(self) -> bool:
-        """Whether the client has gone."""
+        """Return whether the client has gone."""
         return bool(self._access.call("is_cancelled", {"number": self._number}, [])[0].get("cancelled", True))
 
 

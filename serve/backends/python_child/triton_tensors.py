@@ -50,7 +50,7 @@ CONFIG_NAMES: dict[str, Any] = {
 
 
 def serialize_byte_tensor(input_tensor: Array) -> bytes | tuple[()] | None:
-    """The elements of an array of bytes or text, each behind its length (uint32); None for an array of numbers."""
+    """Return the elements of an array of bytes or text, each behind its length (uint32); None for an array of numbers."""
     if input_tensor.size == 0:
         return ()
     if input_tensor.dtype.kind not in "OSU":
@@ -63,7 +63,7 @@ def serialize_byte_tensor(input_tensor: Array) -> bytes | tuple[()] | None:
 
 
 def deserialize_bytes_tensor(encoded_tensor: Any) -> Array:
-    """The elements that `serialize_byte_tensor` has written, as a flat array of bytes objects.
+    """Return the elements that `serialize_byte_tensor` has written, as a flat array of bytes objects.
 
     Raises:
         ValueError: an element is cut off.
@@ -81,7 +81,7 @@ def deserialize_bytes_tensor(encoded_tensor: Any) -> Array:
 
 
 def triton_string_to_numpy(triton_type_string: str) -> Any:
-    """The numpy type of a configuration's datatype such as "TYPE_FP32".
+    """Return the numpy type of a configuration's datatype such as "TYPE_FP32".
 
     Raises:
         KeyError: it has none, as TYPE_BF16.
@@ -90,12 +90,12 @@ def triton_string_to_numpy(triton_type_string: str) -> Any:
 
 
 def triton_to_numpy_type(data_type: int) -> Any:
-    """The numpy type of a datatype's number in a configuration; None for an unknown one."""
+    """Return the numpy type of a datatype's number in a configuration; None for an unknown one."""
     return CONFIG_NUMBERS.get(data_type)
 
 
 def numpy_to_triton_type(data_type: Any) -> int | None:
-    """The reverse of `triton_to_numpy_type`."""
+    """Return the reverse of `triton_to_numpy_type`."""
     if np.dtype(data_type).kind in "OS":
         return 13
     return next((number for number, known in CONFIG_NUMBERS.items() if known == data_type), None)
@@ -120,7 +120,7 @@ class Tensor:
     __slots__ = ("_array", "_datatype", "_is_encoded", "_name", "_shape")
 
     def __init__(self, name: str, numpy_array: Array) -> None:
-        """A tensor of an array's elements, which are not copied. Text and bytes come as an array of objects or of bytes.
+        """Make a tensor of an array's elements, which are not copied. Text and bytes come as an array of objects or of bytes.
 
         Raises:
             TritonModelException: the name is empty, or no datatype stands for the array's dtype.
@@ -171,7 +171,7 @@ class Tensor:
         return self._name
 
     def as_numpy(self) -> Array:
-        """The elements, not copied; BYTES as an array of bytes objects.
+        """Return the elements, not copied; BYTES as an array of bytes objects.
 
         Raises:
             TritonModelException: they are BF16, which numpy does not have.
@@ -185,19 +185,20 @@ class Tensor:
         return self._array
 
     def triton_dtype(self) -> int:
-        """The datatype's number in a configuration: 13 is TYPE_STRING, 14 TYPE_BF16."""
+        """Return the datatype's number in a configuration: 13 is TYPE_STRING, 14 TYPE_BF16."""
         return {"BYTES": 13, "BF16": 14}.get(self._datatype) or numpy_to_triton_type(DTYPES[self._datatype]) or 0
 
     def shape(self) -> list[int]:
         return list(self._shape)
 
     def is_cpu(self) -> bool:
-        """True: tensors travel in the memory of the CPU."""
+        """Return True: tensors travel in the memory of the CPU."""
         return True
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
-        """A tensor of what has `__dlpack__`, or of a DLPack capsule. Memory of a device is copied to the CPU, BF16 needs torch.
+        """Return a tensor of what has `__dlpack__`, or of a DLPack capsule. Memory of a device is copied to the CPU, BF16 needs
+        torch.
 
         Raises:
             TritonModelException: it is neither, or its memory cannot be read here.
@@ -223,7 +224,7 @@ class Tensor:
             raise TritonModelException(f"tensor {name!r} cannot be read by DLPack: {failure}") from failure
 
     def to_dlpack(self) -> Any:
-        """A DLPack capsule of the elements.
+        """Return a DLPack capsule of the elements.
 
         Raises:
             TritonModelException: they are BYTES.
@@ -244,7 +245,7 @@ class Tensor:
 
 
 def _of_torch(name: str, tensor: Any) -> Tensor:
-    """A tensor of torch's."""
+    """Return a tensor of torch's."""
     tensor = tensor.detach().cpu().contiguous()
     if str(tensor.dtype) == "torch.bfloat16":
         bits = tensor.view(_torch().int16).numpy().view(np.uint16)

@@ -208,7 +208,7 @@ class Channel:
             self._rest += data
 
     def receive(self) -> tuple[Header, list[WireTensor]]:
-        """The next message: its header as it was given to `send`, and its tensors.
+        """Return the next message: its header as it was given to `send`, and its tensors.
 
         They are writable views of shared memory, or arrays of their own.
 

@@ -64,7 +64,7 @@ class InFlightRequest:
 
 
 def call_headers(target: LoadEndpoint, timeout_s: float | None) -> list[tuple[bytes, bytes]]:
-    """The headers of a call; `timeout_s` is None for a call without a deadline."""
+    """Return the headers of a call; `timeout_s` is None for a call without a deadline."""
     headers = [
         (b":method", b"POST"),
         (b":scheme", b"http" if target.tls is None else b"https"),
@@ -268,7 +268,7 @@ def _streamed_status(message: bytes) -> tuple[str, str]:
 
 
 def _timeout(seconds: float) -> bytes:
-    """A grpc-timeout value: at most eight digits and a unit."""
+    """Return a grpc-timeout value: at most eight digits and a unit."""
     for unit, per_second in ((b"n", 1e9), (b"u", 1e6), (b"m", 1e3)):
         if seconds * per_second < 1e8:
             return b"%d%s" % (max(1, round(seconds * per_second)), unit)
@@ -316,7 +316,7 @@ class ConnectionPool:
             self._wanted = max(self._wanted, math.ceil(self._concurrency / capacity))
 
     def with_room(self) -> ConnectionCalls | None:
-        """The next connection in turn that can take a request; None if all are full or lost."""
+        """Return the next connection in turn that can take a request; None if all are full or lost."""
         links, behind = self._links, False
         if self._target_count > 1 and links:  # a slow member gets fewer requests, as from our clients
             self._turn = links.index(min(links, key=lambda link: len(link.in_flight))) - 1

@@ -26,7 +26,7 @@ Tell = Callable[[LoadStatistics], bool]
 
 
 def pacer_of(spec: LoadSpec, start_ns: int) -> ClosedLoop | OpenLoop:
-    """The pacer of a load, which decides when requests are due; all times are nanoseconds of one clock."""
+    """Return the pacer of a load, which decides when requests are due; all times are nanoseconds of one clock."""
     return ClosedLoop(spec, start_ns) if spec.rate is None else OpenLoop(spec, start_ns)
 
 
@@ -39,7 +39,7 @@ class ClosedLoop:
         self._end_ns = None if spec.seconds is None else start_ns + round(spec.seconds * NANOSECONDS)
 
     def due(self, now_ns: int) -> list[int]:
-        """The intended sending times up to now that were not returned before."""
+        """Return the intended sending times up to now that were not returned before."""
         if self._end_ns is not None and now_ns >= self._end_ns:
             self._left = 0
         count = self._free if self._left is None else min(self._free, self._left)
@@ -99,7 +99,7 @@ class OpenLoop:
 
 
 def intended_times(spec: LoadSpec, start_ns: int) -> Iterator[int]:
-    """Sending times of this process in increasing order, within the load's seconds and number of requests.
+    """Yield the sending times of this process in increasing order, within the load's seconds and number of requests.
 
     Together the processes produce the whole load: evenly spaced times interleave, and independent Poisson processes add up to
     one. Random times are the same in every run.
@@ -150,7 +150,7 @@ class StatisticsRecorder:
         self._messages.setdefault(status, message)
 
     def window(self, now_ns: int) -> LoadStatistics:
-        """The statistics since the last call."""
+        """Return the statistics since the last call."""
         passed_ns = max(1, now_ns - self._began_ns)
         tally = LoadStatistics(
             latencies=[_histogram(latencies) for latencies in self._latencies],

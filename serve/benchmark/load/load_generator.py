@@ -175,7 +175,7 @@ class _Collection:
         self._windows: list[LoadStatistics] = []
 
     def outcome(self) -> LoadResult:
-        """The merged result, once all processes are done."""
+        """Return the merged result, once all processes are done."""
         interrupted = False
         while len(self._endings) < len(self._told):
             try:

@@ -85,7 +85,7 @@ EMPTY = LatencyHistogram(values_ns=np.empty(0, np.int64), counts=np.empty(0, np.
 
 
 def _bucketed(latencies_ns: Nanoseconds) -> Nanoseconds:
-    """The middle of each latency's bucket, where all but the leading MANTISSA_BITS bits are dropped."""
+    """Return the middle of each latency's bucket, where all but the leading MANTISSA_BITS bits are dropped."""
     _, bit_lengths = np.frexp(latencies_ns.astype(np.float64))
     shifts = np.maximum(bit_lengths.astype(np.int64) - MANTISSA_BITS, 0)
     bucketed: Nanoseconds = ((latencies_ns >> shifts) << shifts) + ((1 << shifts) >> 1)

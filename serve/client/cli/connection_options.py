@@ -59,7 +59,7 @@ class Credentials:
             return Tls(authorities=self.tls_ca, certificate=self.tls_cert, key=self.tls_key, server_name=self.tls_name)
 
     def token(self) -> str | None:
-        """The bearer token. Raises InputArgumentError: the file does not hold one token; the text names it."""
+        """Return the bearer token. Raises InputArgumentError: the file does not hold one token; the text names it."""
         return None if self.token_file is None else read_token(self.token_file)
 
     def metadata(self) -> dict[str, str]:
@@ -88,7 +88,9 @@ class Connection:
     credentials: Credentials
 
     def client(self, **options: Any) -> Client:
-        """A client; it connects at its first call. Raises InputArgumentError: an option is malformed; the text names it."""
+        """Return a client; it connects at its first call. Raises InputArgumentError: an option is malformed; the
+        text names it.
+        """
         tls, token, metadata = self.credentials.tls(), self.credentials.token(), self.credentials.metadata()
         with reading_options():
             return Client(
@@ -97,7 +99,7 @@ class Connection:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file. Raises InputArgumentError: the file cannot be read, or holds anything else."""
+    """Return the token in a file. Raises InputArgumentError: the file cannot be read, or holds anything else."""
     try:
         words = path.read_text(encoding="ascii").split()
     except OSError as error:

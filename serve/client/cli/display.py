@@ -44,7 +44,7 @@ class PipedConsole(Console):
         super().__init__(quiet=quiet, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Called by rich for each text that it prints, table cells included."""
+        """Render a text; rich calls this for each one that it prints, table cells included."""
         return super().render_str(printable(text), **options)
 
     def on_broken_pipe(self) -> None:
@@ -53,7 +53,7 @@ class PipedConsole(Console):
 
 
 def outputs_table(answer: InferAnswer) -> Table:
-    """One line per output: name, datatype, shape, first values, and for [rows, classes] each row's largest class."""
+    """Return one line per output: name, datatype, shape, first values, and for [rows, classes] each row's largest class."""
     table = Table(Column("output", no_wrap=True), "datatype", "shape", "values", "argmax", box=box.SIMPLE_HEAD)
     for name, array in answer.outputs.items():
         largest = _argmax(array)
@@ -63,7 +63,8 @@ def outputs_table(answer: InferAnswer) -> Table:
 
 
 def answer_json(answer: InferAnswer) -> dict[str, Any]:
-    """The whole answer: {"model", "version", "outputs": {name: {"datatype", "shape", "data"[, "argmax"]}}[, "parameters"]}.
+    """Return the whole answer: {"model", "version", "outputs": {name: {"datatype", "shape", "data"[, "argmax"]}}[,
+    "parameters"]}.
 
     Numbers that JSON lacks become the strings "NaN", "Infinity" and "-Infinity", as in protobuf's JSON; in bytes that are not
     UTF-8, invalid bytes are escaped.
@@ -85,12 +86,14 @@ def outputs_json(outputs: Mapping[str, Array]) -> dict[str, Any]:
 
 
 def datatype_of(array: Array) -> str:
-    """The wire's name for the dtype of an output."""
+    """Return the wire's name for the dtype of an output."""
     return next(row.wire for row in DATATYPES if row.array_dtype == array.dtype)
 
 
 def models_table(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """A row per model version, from the rows of `halfserve models --json`; the last column has the reason or the tensors."""
+    """Return a row per model version, from the rows of `halfserve models --json`; the last column has the reason or the
+    tensors.
+    """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("model", "version", "state", "on"):
         table.add_column(heading, no_wrap=True)
@@ -112,7 +115,7 @@ def tensors_json(tensors: Iterable[ModelMetadataResponse.TensorMetadata]) -> lis
 
 
 def provider_of(config: ModelConfig) -> str | None:
-    """The execution provider of a model, such as "CUDAExecutionProvider"; None if the server does not say."""
+    """Return the execution provider of a model, such as "CUDAExecutionProvider"; None if the server does not say."""
     return config.parameters[PROVIDER_PARAMETER].string_value if PROVIDER_PARAMETER in config.parameters else None
 
 
@@ -123,7 +126,7 @@ def computation_of(config: ModelConfig) -> dict[str, str]:
 
 
 def steps_of(config: ModelConfig) -> list[str]:
-    """One line per step of an ensemble: model, provider and precision; empty for other models."""
+    """Return one line per step of an ensemble: model, provider and precision; empty for other models."""
     return config.parameters[STEPS_PARAMETER].string_value.splitlines() if STEPS_PARAMETER in config.parameters else []
 
 

@@ -80,7 +80,7 @@ class InferArguments:
     as_json: AsJson = False
 
     def request_options(self) -> RequestOptions:
-        """Raises InputArgumentError for a malformed --parameter."""
+        """Check the parameters. Raises InputArgumentError for a malformed --parameter."""
         options: RequestOptions = {"outputs": self.outputs or None, "top_k": self.top_k, "priority": self.priority}
         if self.parameters:
             options["parameters"] = dict(_parameter(text) for text in self.parameters)
@@ -161,7 +161,7 @@ def _parameter(text: str) -> tuple[str, Any]:
 
 
 def _requests(arguments: InferArguments, metadata: ModelMetadataResponse) -> Iterator[Mapping[str, Any]]:
-    """The inputs of each request of a stream: one per line of JSON, or one per `rows` rows of the given arrays.
+    """Return the inputs of each request of a stream: one per line of JSON, or one per `rows` rows of the given arrays.
 
     Raises:
         InputArgumentError: an input cannot be read.

@@ -84,7 +84,7 @@ def parsed_json(text: str | bytes, where: str) -> Any:
 
 
 def _shaped(entry: dict[str, Any], where: str) -> Any:
-    """The data of an entry, which the protocol's JSON may give as a flat list with a shape."""
+    """Return the data of an entry, which the protocol's JSON may give as a flat list with a shape."""
     data, shape = entry["data"], entry.get("shape")
     if shape is None or not isinstance(data, list) or any(isinstance(element, list) for element in data):
         return data
@@ -198,7 +198,7 @@ def _literal(argument: str, text: str) -> Any:
 
 
 def _from_bytes(raw: RawBytes, datatype: Datatype, shape: Sequence[int], where: str) -> Array:
-    """An array in the model's shape: one element of BYTES, or as many rows of numbers as the bytes make."""
+    """Return an array in the model's shape: one element of BYTES, or as many rows of numbers as the bytes make."""
     if datatype.itemsize is None:
         element = np.empty((), object)
         element[()] = raw.content

@@ -47,7 +47,7 @@ def activity_json(before: StatisticsSnapshot, now: StatisticsSnapshot) -> dict[s
 
 
 def activity_table(before: StatisticsSnapshot, now: StatisticsSnapshot) -> Table:
-    """One line per model version; times are means of the requests in between."""
+    """Return one line per model version; times are means of the requests in between."""
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("model", no_wrap=True)
     for heading in ("version", "req/s", "rows/s", "fail/s", "mean\nbatch", "queue\nms", "compute\nms"):

@@ -186,12 +186,12 @@ class Method:
         return found
 
     def model(self, request: Any) -> str:
-        """The name of the model that the member must serve; "" for none."""
+        """Return the name of the model that the member must serve; "" for none."""
         name: str = "" if self._field is None else getattr(request, self._field)
         return name
 
     def is_shared(self, request: Any) -> bool:
-        """Whether the request refers to memory that this client shares with a member."""
+        """Return whether the request refers to memory that this client shares with a member."""
         if not self.is_inference:
             return "SharedMemory" in self.name
         return any(REGION in tensor.parameters for tensors in (request.inputs, request.outputs) for tensor in tensors)

@@ -169,7 +169,7 @@ class DirectoryWatch:
         self._settle()
 
     def _is_draining(self, address: str) -> bool:
-        """Whether the watched member is about to leave; it should not have to wait for its watchers."""
+        """Return whether the watched member is about to leave; it should not have to wait for its watchers."""
         listed = self._directory.members if self._directory is not None else ()
         return any(member.grpc_address == address and member.state == Member.DRAINING for member in listed)
 

@@ -133,7 +133,7 @@ class Members:
             self._close_if_done(member)
 
     def has_other(self, model: str) -> bool:
-        """Whether a call that failed at one member can be repeated at once at another one."""
+        """Return whether a call that failed at one member can be repeated at once at another one."""
         now_s = time.monotonic()
         with self._lock:
             return any(self._is_usable(member, now_s) for member in self._of_model.get(model, self._serving))

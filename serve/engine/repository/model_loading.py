@@ -226,7 +226,7 @@ def _read_state(declared: DeclaredConfig, name: str, what: str) -> bytes:
 
 
 def read_pictures(files: ModelFiles, interface: ModelInterface) -> dict[str, PicturePreparation]:
-    """How encoded pictures are prepared, by the name of the input that takes them; empty where none does.
+    """Return how encoded pictures are prepared, by the name of the input that takes them; empty where none does.
 
     Raises:
         ModelLoadError: the file is unreadable, a link out of the repository, or does not fit the model.

@@ -196,7 +196,7 @@ class AgentSocket(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships
         await self._server.stop(None)
 
     def service(self, call: Any) -> Any:
-        """The handler of a call, as grpc asks for it."""
+        """Return the handler of a call, as grpc asks for it."""
         return grpc.unary_unary_rpc_method_handler(partial(self._answer, call.method))
 
     async def _answer(self, path: str, request: bytes, context: Any) -> bytes:

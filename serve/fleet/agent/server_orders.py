@@ -64,7 +64,7 @@ class ServerOrders:
         return {name for target in {*self._wanted, *self._done} if (name := model_of_target(target)) is not None}
 
     def wants(self, model: str) -> bool:
-        """Whether the last order for a model loads it."""
+        """Return whether the last order for a model loads it."""
         target = model_target(model)
         done = self._done.get(target)
         order = self._wanted.get(target) if done is None else done.order

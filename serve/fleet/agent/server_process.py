@@ -154,7 +154,7 @@ class ServerProcess:
             raise AgentError(f"the server cannot serve {path}: {self.why()}")
 
     def why(self) -> str:
-        """How the server ended, with the last line of its log if that gives the reason."""
+        """Return how the server ended, with the last line of its log if that gives the reason."""
         code = self.code or 0
         last = next((line for line in reversed(self._lines) if line), "") if code > 0 else ""
         return BEFORE_WHY.sub("", last) or in_words(code)

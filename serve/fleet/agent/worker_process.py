@@ -112,7 +112,7 @@ def start_worker(
 
 
 def program(module: str) -> list[str]:
-    """The command that runs a module of this installation."""
+    """Return the command that runs a module of this installation."""
     # -P: modules in the current folder must not hide ours, unless it is the folder that contains ours.
     safe = [] if Path.cwd() == PACKAGE_ROOT else ["-P"]
     return [sys.executable, *safe, "-m", module]

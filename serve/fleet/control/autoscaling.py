@@ -98,7 +98,7 @@ def wanted_members(
 
 
 def _offered(busy: float, queue_s: float, refused: float, state: Mapping[str, Any], now: float, *, is_late: bool) -> float:
-    """Number of fully busy members that the offered load would need, refused and waiting requests included."""
+    """Return the number of fully busy members that the offered load would need, refused and waiting requests included."""
     seen = 1 / max(1 - refused, 1 / HIDDEN)
     if is_late:
         # While queue time grows by g seconds per second, requests arrive at 1 + g times the rate at which they are answered.
@@ -182,7 +182,7 @@ class LoadMeter:
 
 
 def _step(before: ModelReport, after: ModelReport) -> ModelReport:
-    """The counts between two reports; those of versions that were replaced meanwhile begin at 0 again."""
+    """Return the counts between two reports; those of versions that were replaced meanwhile begin at 0 again."""
     if after.requests < before.requests or after.compute_ns < before.compute_ns:
         return after
     return ModelReport(

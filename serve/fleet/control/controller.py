@@ -234,7 +234,7 @@ class Controller:
         return pb.ModelStatisticsResponse(model_stats=found)
 
     async def _metrics(self, _: Message) -> Message:
-        """The metrics of all members together, as `MemberCounters` are serialized."""
+        """Return the metrics of all members together, as `MemberCounters` are serialized."""
         return wrappers_pb2.BytesValue(value=(await self._counters()).to_bytes())
 
     async def _counters(self) -> MemberCounters:
@@ -333,7 +333,7 @@ def _groups(members: Iterable[MemberRecord]) -> list[str]:
 
 
 def _added(all_counters: list[bytes]) -> MemberCounters:
-    """The sum of the counters of several members."""
+    """Return the sum of the counters of several members."""
     total = MemberCounters()
     for counters in all_counters:
         total.add(MemberCounters.from_bytes(counters))

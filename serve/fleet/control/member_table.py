@@ -77,7 +77,7 @@ class MemberRecord:
         return self.report.models.get(name, NOTHING)
 
     def may_have(self, name: str) -> bool:
-        """Whether a model of this name belongs to the member's group."""
+        """Return whether a model of this name belongs to the member's group."""
         return any(fnmatchcase(name, pattern) for pattern in self.report.patterns)
 
     def take(self, report: Report, now: float) -> None:
@@ -108,7 +108,7 @@ class MemberRecord:
             self._calls.pop(order.id, None)
 
     def untaken_calls(self) -> list[tuple[str, Order]]:
-        """The calls that its last report does not show as taken."""
+        """Return the calls that its last report does not show as taken."""
         return [(target, order) for target, order, _ in self._calls.values() if order.id not in self.report.taken]
 
     def end(self) -> None:

@@ -37,7 +37,7 @@ Wanted = Mapping[str, Order]  # the last order for each target
 
 
 def target_of(kind: str, name: str) -> str:
-    """The key of what an order changes, such as a model or a setting."""
+    """Return the key of what an order changes, such as a model or a setting."""
     return f"{kind} {name}"
 
 
@@ -66,7 +66,7 @@ class WantedStore(Protocol):
     """Keeps the wanted state of groups, and gives it to their servers."""
 
     async def read(self, group: str) -> Wanted:
-        """The wanted state of a group.
+        """Return the wanted state of a group.
 
         Raises:
             UnavailableError: the store cannot be reached now.

@@ -77,7 +77,7 @@ def connect(*, start: bool = False, detach: bool = False) -> bool:
 
 
 def _is_on_loopback_alone(address: str) -> bool:
-    """Whether the Ray at an address listens on 127.0.0.1 only, and not on the machine's own address."""
+    """Return whether the Ray at an address listens on 127.0.0.1 only, and not on the machine's own address."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     own = resolve_ip_for_localhost(host)
     return own != host and _connection_error(f"{own}:{port}") is not None
@@ -115,7 +115,7 @@ def _connection_error(address: str) -> str | None:
 
 
 def _speaks_grpc(address: str) -> bool:
-    """Whether a server of gRPC without TLS listens at the address, as Ray does."""
+    """Return whether a server of gRPC without TLS listens at the address, as Ray does."""
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         try:
             channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=CONNECT_S)
@@ -148,7 +148,7 @@ def cluster_of(name: str) -> str:
 
 
 def controller(name: str) -> ActorHandle:
-    """The controller of a cluster; `name` is that of the cluster, or of a group of its servers.
+    """Return the controller of a cluster; `name` is that of the cluster, or of a group of its servers.
 
     Raises:
         ClusterError: there is no cluster of this name.
@@ -203,7 +203,7 @@ def deploy(name: str, arguments: ClusterArguments, *, wait_s: float, say: Callab
 
 
 def _ends_some(before: Deployed, arguments: ClusterArguments) -> bool:
-    """Whether the change replaces the servers and also reduces their number."""
+    """Return whether the change replaces the servers and also reduces their number."""
     as_before = replace(arguments, **{name: getattr(before.arguments, name) for name in OF_SCALING})
     return arguments.bounds[1] < before.target and as_before != before.arguments
 

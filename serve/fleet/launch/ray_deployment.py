@@ -44,12 +44,12 @@ class Deployed:
 
 
 def user_config(arguments: ClusterArguments, wanted: Wanted) -> dict[str, Any]:
-    """The deployment's `user_config`, which Ray Serve keeps and gives to each replica."""
+    """Return the deployment's `user_config`, which Ray Serve keeps and gives to each replica."""
     return {ARGUMENTS: arguments.as_given(), WANTED: wanted_to_json(wanted)}
 
 
 def wanted_of(config: Mapping[str, Any]) -> dict[str, Order]:
-    """The wanted state in a `user_config`."""
+    """Return the wanted state in a `user_config`."""
     return wanted_from_json(config[WANTED])
 
 
@@ -82,5 +82,5 @@ def applications() -> dict[str, Any]:
 
 
 def serve_client() -> Any:
-    """The client of Ray Serve's own controller."""
+    """Return the client of Ray Serve's own controller."""
     return _get_global_client()

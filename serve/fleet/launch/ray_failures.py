@@ -137,7 +137,7 @@ def _chain(error: BaseException) -> str:
 
 
 def _logs(folder: Path, since_s: float) -> dict[Path, str]:
-    """Ends of the logs of Ray's last session that were written since a time."""
+    """Return the ends of the logs of Ray's last session that were written since a time."""
     found = {}
     for path in sorted((folder / "session_latest" / "logs").glob("*.[eo][ru][rt]")):
         try:

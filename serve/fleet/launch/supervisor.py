@@ -93,7 +93,7 @@ class Supervisor:
         return self._code or 0
 
     def _is_over(self) -> bool:
-        """Whether a stop has begun and no worker is left."""
+        """Return whether a stop has begun and no worker is left."""
         return (self._stopped_by is not None or self._code is not None) and not self._workers()
 
     def _workers(self) -> list[WorkerProcess]:

@@ -82,7 +82,7 @@ STATISTICS, INDEX, READY = (f"/{SERVICE}/{name}" for name in ("ModelStatistics",
 
 
 def worst(states: Iterable[tuple[str, str]]) -> tuple[str, str]:
-    """The state of a version among its states at all members, each with a reason: the first one of the worst."""
+    """Return the state of a version among its states at all members, each with a reason: the first one of the worst."""
     return max(states, key=lambda one: STATES.index(one[0]), default=("", ""))
 
 

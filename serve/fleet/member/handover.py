@@ -113,9 +113,9 @@ class ConnectionCounts:
         self._counts[place - 1] = count
 
     def fewest(self) -> int:
-        """The smallest count."""
+        """Return the smallest count."""
         return min(self._counts)
 
     def all_accept(self) -> bool:
-        """Whether every server accepts connections."""
+        """Return whether every server accepts connections."""
         return max(self._counts) < GONE

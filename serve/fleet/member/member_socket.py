@@ -122,7 +122,7 @@ class MemberChannel:
         return answer
 
     def has_ended(self) -> bool:
-        """Whether nothing listens at the socket any more, which is removed then."""
+        """Return whether nothing listens at the socket any more, which is removed then."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
             try:
@@ -139,12 +139,12 @@ class MemberChannel:
 
 
 def has_answered(error: Any) -> bool:
-    """Whether a call's error came from the other side; `error` is a grpc.aio.AioRpcError (grpcio ships no types)."""
+    """Return whether a call's error came from the other side; `error` is a grpc.aio.AioRpcError (grpcio ships no types)."""
     return error.code() is not grpc.StatusCode.UNAVAILABLE or NO_CONNECTION.search(error.details() or "") is None
 
 
 def answered_error(error: Any) -> InferenceError:
-    """The error that the other side answered with; for `error` see `has_answered`."""
+    """Return the error that the other side answered with; for `error` see `has_answered`."""
     hints = [value for key, value in error.trailing_metadata() or () if key == RETRY_HINT]
     code: tuple[int, str] = error.code().value
     return error_of(code[0], str(error.details()), int(hints[0]) / 1000 if hints else None)

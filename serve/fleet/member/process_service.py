@@ -113,7 +113,9 @@ class Journal:
                 file.unlink(missing_ok=True)
 
     def entries(self, known: Container[str] = ()) -> list[JournalEntry]:
-        """The commands in order, those for models first, as others may be about them, except those whose names are known."""
+        """Return the commands in order, those for models first, as others may be about them, except those whose names are
+        known.
+        """
         found = []
         for file in self._files():
             name = file.name.removesuffix(BEGUN)

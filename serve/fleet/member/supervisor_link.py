@@ -101,7 +101,8 @@ def end_with(parent: int) -> None:
 
 
 def take_over(environment: MutableMapping[str, str]) -> SupervisorLink | None:
-    """The link to the supervisor that started this process, if any; the environment variable is removed for child processes.
+    """Return the link to the supervisor that started this process, if any; the environment variable is removed for child
+    processes.
 
     Raises:
         FailedPreconditionError: the variable is set, but not by a supervisor.

@@ -141,7 +141,7 @@ class Schemas:
 
 
 def _merged(schemas: list[Schema]) -> Schema:
-    """The schema of a union: `type` lists the types, and each keyword holds for values of its type alone."""
+    """Return the schema of a union: `type` lists the types, and each keyword holds for values of its type alone."""
     if any("type" not in schema for schema in schemas):
         return {"anyOf": schemas}
     merged: Schema = {}

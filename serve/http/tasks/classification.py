@@ -57,7 +57,7 @@ class ClassificationRoutes:
         form=ErrorForm.TEI,
     )
     async def tei(self, request: Request) -> Response:
-        """All classes of each text, the most likely first: with scores from 0 to 1, or with `raw_scores` logits."""
+        """Return all classes of each text, the most likely first: with scores from 0 to 1, or with `raw_scores` logits."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
         model = endpoint.only(request, CLASSIFICATION)

@@ -40,7 +40,7 @@ class DescribedTokens:
 
     @classmethod
     def of(cls, text: str, encoding: Encoding) -> DescribedTokens:
-        """The tokens of an encoding of `text`."""
+        """Return the tokens of an encoding of `text`."""
         special = list(compress(range(len(encoding)), encoding.special_tokens_mask))
         names = encoding.tokens if special else []
         # One by one: each of the encoding's lists holds the interpreter lock while it is made, the offsets for 0.1 us a token.
@@ -58,7 +58,7 @@ class DescribedTokens:
         return TEXT_BYTES + self.ids.nbytes + self.places.nbytes + SPECIAL_BYTES * len(self.special)
 
     def described(self, first: int, end: int) -> list[dict[str, Any]]:
-        """The tokens with these indices."""
+        """Return the tokens with these indices."""
         ids, places = self.ids[first:end].tolist(), self.places[first:end].tolist()
         return [
             {"id": number, "text": self.text[start:stop], "special": False, "start": start, "stop": stop}
@@ -69,7 +69,7 @@ class DescribedTokens:
 
 
 def json_pieces(texts: Sequence[DescribedTokens]) -> Iterator[bytes]:
-    """The JSON of a list with a list of tokens for each text, in pieces that take less than a millisecond each."""
+    """Yield the JSON of a list with a list of tokens for each text, in pieces that take less than a millisecond each."""
     written = bytearray(b"[")
     for number, tokens in enumerate(texts):
         written += b",[" if number else b"["

@@ -101,7 +101,7 @@ class EmbeddingRoutes:
         form=ErrorForm.OPENAI,
     )
     async def openai(self, request: Request) -> Response:
-        """A vector of length 1 for each input, as numbers or as base64 of little-endian float32."""
+        """Return a vector of length 1 for each input, as numbers or as base64 of little-endian float32."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
         model = endpoint.named(request, content, EMBEDDINGS)
@@ -151,7 +151,7 @@ class EmbeddingRoutes:
         form=ErrorForm.TEI,
     )
     async def tei(self, request: Request) -> Response:
-        """A list of vectors, of length 1 unless `normalize` is false."""
+        """Return a list of vectors, of length 1 unless `normalize` is false."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
         model = endpoint.only(request, EMBEDDINGS)
@@ -172,7 +172,7 @@ class EmbeddingRoutes:
 
 
 def normalized(vector: Vector) -> Vector:
-    """A vector of length 1 in the same direction, float32; one of zeros stays as it is."""
+    """Return a vector of length 1 in the same direction, float32; one of zeros stays as it is."""
     length = float(np.linalg.norm(vector))
     result: Vector = vector / np.float32(length) if length > 0 else vector
     return result

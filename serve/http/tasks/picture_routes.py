@@ -109,8 +109,8 @@ class PictureRoutes:
     @serves("POST", f"{MODEL}/classify", INFERENCE, _operation("classify", "the latest version"))
     @serves("POST", f"{VERSION}/classify", INFERENCE, _operation("classifyByVersion", "one version"))
     async def classify(self, request: Request) -> Response:
-        """The best classes of a picture: the body is a picture file, or JSON with one in base64. Raises InferenceError: the
-        picture is wrong, or the request was refused or failed; ClientDisconnect: the client has gone.
+        """Return the best classes of a picture: the body is a picture file, or JSON with one in base64. Raises InferenceError:
+        the picture is wrong, or the request was refused or failed; ClientDisconnect: the client has gone.
         """
         name, version = named(request)
         try:
@@ -165,7 +165,7 @@ class _PictureMessages:
 
 
 def _picture_input(model: Model) -> str:
-    """The input that takes pictures. Raises InvalidArgumentError: the model is for another task;
+    """Return the input that takes pictures. Raises InvalidArgumentError: the model is for another task;
     FailedPreconditionError: nothing says how its pictures are prepared.
     """
     task = task_of(model)
@@ -181,7 +181,7 @@ def _picture_input(model: Model) -> str:
 
 
 def _read_json(content: Content) -> AskedPicture:
-    """A body of Hugging Face: {"inputs": base64, "parameters": {"top_k": 5, "function_to_apply": "softmax"}}."""
+    """Return a body of Hugging Face: {"inputs": base64, "parameters": {"top_k": 5, "function_to_apply": "softmax"}}."""
     text = text_field(content, "inputs")
     if text.startswith(DATA_URL):
         text = text.partition(",")[2]

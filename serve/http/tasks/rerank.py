@@ -119,7 +119,7 @@ class RerankRoutes:
     @serves("POST", "/v1/rerank", INFERENCE, RERANK_V1, form=ErrorForm.COHERE)
     @serves("POST", "/v2/rerank", INFERENCE, RERANK_V2, form=ErrorForm.COHERE)
     async def cohere(self, request: Request) -> Response:
-        """The documents, the most relevant first; long ones are cut."""
+        """Return the documents, the most relevant first; long ones are cut."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
         model = endpoint.named(request, content, RERANK)
@@ -162,7 +162,7 @@ class RerankRoutes:
         form=ErrorForm.TEI,
     )
     async def tei(self, request: Request) -> Response:
-        """The texts, the most relevant first: scores from 0 to 1, or with `raw_scores` the model's logits."""
+        """Return the texts, the most relevant first: scores from 0 to 1, or with `raw_scores` the model's logits."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
         model = endpoint.only(request, RERANK)
@@ -190,7 +190,7 @@ class RerankRoutes:
     async def _logits(
         self, request: Request, model: Model, query: str, texts: Sequence[str], param: str, *, truncate: bool
     ) -> tuple[Vector, list[int], Model]:
-        """A logit (texts,) for each text; see `TextEndpoint.vectors`."""
+        """Return a logit (texts,) for each text; see `TextEndpoint.vectors`."""
         pairs = [(query, text) for text in texts]
         vectors, counts, model = await self._endpoint.of_texts(request, model, pairs, param, truncate=truncate)
         if len(vectors[0]) != 1:
@@ -199,12 +199,12 @@ class RerankRoutes:
 
 
 def best_first(scores: Vector) -> Sequence[np.intp]:
-    """Indices by descending score; equal ones in the order of the request."""
+    """Return indices by descending score; equal ones in the order of the request."""
     return list(np.argsort(-scores, kind="stable"))
 
 
 def _documents(value: Any) -> list[str]:
-    """The texts of documents, each a text or an object with one."""
+    """Return the texts of documents, each a text or an object with one."""
     if not isinstance(value, list):
         raise InputError(f"'documents' is {shown(value)}, expected a list of texts", param="documents")
     require_count(value, "documents")

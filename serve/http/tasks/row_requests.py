@@ -78,7 +78,7 @@ class RowRequests(Generic[R]):
         self.answered: asyncio.Future[None] = loop.create_future()
 
     async def gather(self, request: Request) -> list[bytes]:
-        """The serialized ModelInferResponse of each row.
+        """Return the serialized ModelInferResponse of each row.
 
         Raises:
             InferenceError: a row was refused or failed; the others are cancelled.
@@ -123,7 +123,7 @@ class RowRequests(Generic[R]):
                 self._next += 1
 
     def _has_room(self) -> bool:
-        """Whether another row may be queued: the first always, others while neither the queue nor the memory is full."""
+        """Return whether another row may be queued: the first always, others while neither the queue nor the memory is full."""
         if not self._cancels:
             return True
         return len(self._cancels) < self._at_once and self._queued_bytes < BYTES_AT_ONCE and not self._memory.share.is_short
@@ -181,7 +181,7 @@ class _Reply:
 
 
 def vector_of(message: bytes, model_name: str) -> Vector:
-    """The numbers of a row's only output, as a vector of float32.
+    """Return the numbers of a row's only output, as a vector of float32.
 
     Raises:
         BackendError: the output does not hold numbers.

@@ -65,7 +65,7 @@ def read_content(body: bytes) -> Content:
 
 
 def _count(codes: NDArray[np.uint8], characters: bytes) -> int:
-    """How often one or two characters occur."""
+    """Return how often one or two characters occur."""
     found = codes[: len(codes) - len(characters) + 1] == characters[0]
     if len(characters) > 1:
         found &= codes[1:] == characters[1]
@@ -73,7 +73,7 @@ def _count(codes: NDArray[np.uint8], characters: bytes) -> int:
 
 
 def shown(value: Any) -> str:
-    """A short form of a client's value."""
+    """Return a short form of a client's value."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
@@ -83,7 +83,7 @@ def shown(value: Any) -> str:
 
 
 def text_field(content: Content, name: str) -> str:
-    """A text that must be there, and not empty.
+    """Return a text that must be there, and not empty.
 
     Raises:
         InputError: it is not.
@@ -97,7 +97,7 @@ def text_field(content: Content, name: str) -> str:
 
 
 def flag_field(content: Content, name: str, *, default: bool) -> bool:
-    """A field that is true or false; null stands for the default.
+    """Return a field that is true or false; null stands for the default.
 
     Raises:
         InputError: it is something else.
@@ -111,7 +111,7 @@ def flag_field(content: Content, name: str, *, default: bool) -> bool:
 
 
 def whole_field(content: Content, name: str) -> int | None:
-    """A whole number of at least 1; None where it is absent or null.
+    """Return a whole number of at least 1; None where it is absent or null.
 
     Raises:
         InputError: it is something else.
@@ -150,7 +150,7 @@ def require_count(inputs: Sequence[Any], name: str) -> None:
 
 
 def truncates(content: Content) -> bool:
-    """Whether TEI's fields ask for long texts to be cut, on the right.
+    """Return whether TEI's fields ask for long texts to be cut, on the right.
 
     Raises:
         InputError: they are wrong, or ask for the left.
@@ -164,7 +164,7 @@ def truncates(content: Content) -> bool:
 
 
 def texts_of(value: Any, name: str) -> list[str]:
-    """A list of texts with characters.
+    """Return a list of texts with characters.
 
     Raises:
         InputError: it is not one, or there are none or too many.
@@ -183,7 +183,7 @@ def texts_of(value: Any, name: str) -> list[str]:
 
 
 def one_or_more(value: Any, name: str) -> list[str]:
-    """A text, or a list of texts.
+    """Return a text, or a list of texts.
 
     Raises:
         InputError: it is neither; see `texts_of`.

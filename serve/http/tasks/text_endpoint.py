@@ -47,7 +47,7 @@ class TextEndpoint:
         self._limits = limits
 
     async def content(self, request: Request) -> Content:
-        """The JSON object of a request.
+        """Return the JSON object of a request.
         Raises InferenceError: the body is too large, too slow or not such an object, or there is no memory; it is recorded.
         """
         try:
@@ -65,8 +65,8 @@ class TextEndpoint:
         return content
 
     def named(self, request: Request, content: Content, tasks: AbstractSet[str]) -> Model:
-        """The model that the field `model` names, in its latest version; without the field, the only one with these tasks.
-        Raises InferenceError: there is none, it is for another task, or there are several; it is recorded.
+        """Return the model that the field `model` names, in its latest version; without the field, the only one with these
+        tasks. Raises InferenceError: there is none, it is for another task, or there are several; it is recorded.
         """
         name = ""
         try:
@@ -79,7 +79,7 @@ class TextEndpoint:
             raise
 
     def only(self, request: Request, tasks: AbstractSet[str]) -> Model:
-        """The only model with one of these tasks, in its latest version, or the one that the query names: ?model=NAME.
+        """Return the only model with one of these tasks, in its latest version, or the one that the query names: ?model=NAME.
         Raises InferenceError: there is none, or there are several; it is recorded.
         """
         name = request.query_params.get("model", "")
@@ -92,7 +92,7 @@ class TextEndpoint:
             raise
 
     def names(self, tasks: AbstractSet[str]) -> list[str]:
-        """The served models with one of these tasks, by their latest version."""
+        """Return the served models with one of these tasks, by their latest version."""
         latest = {model.name: model for model in self.core.models()}
         return [name for name, model in latest.items() if task_of(model) in tasks]
 
@@ -142,8 +142,8 @@ class TextEndpoint:
     async def tokenized(
         self, request: Request, model: Model, make_work: Callable[[TokenizedModel], TokenizerWork[R]]
     ) -> tuple[TokenizedModel, list[R]]:
-        """A model's tokenizer, and the tokens of a request's texts. Raises InferenceError: a text is wrong, the model takes
-        none, or there is no memory; it is recorded; ClientDisconnect: the client has gone; it is recorded.
+        """Return a model's tokenizer, and the tokens of a request's texts. Raises InferenceError: a text is wrong, the model
+        takes none, or there is no memory; it is recorded; ClientDisconnect: the client has gone; it is recorded.
         """
         try:
             loaded = await self.models.of(model)
@@ -156,7 +156,7 @@ class TextEndpoint:
             raise
 
     async def answer(self, request: Request, size: int, write: Callable[[], bytes]) -> Response:
-        """A response of JSON, written on a thread if it is large.
+        """Return a response of JSON, written on a thread if it is large.
 
         Args:
             request: request to answer.
@@ -171,7 +171,7 @@ class TextEndpoint:
         return Response(body, 200, {"cache-control": "no-store"}, JSON_TYPE)
 
     async def _apart(self, request: Request, size: int, work: Callable[[], T]) -> T:
-        """The result of `work`, which is counted and done on a thread if it is about many bytes."""
+        """Return the result of `work`, which is counted and done on a thread if it is about many bytes."""
         if size <= self._limits.inline_bytes:
             return work()
         memory_held(request).grow(2 * size)  # the parts, and the whole that they are joined to
@@ -204,7 +204,9 @@ class TextEndpoint:
 
 
 def json_rows(rows: Iterable[Any], before: bytes = b"", behind: bytes = b"") -> bytes:
-    """A list as JSON between other bytes; each entry is made and written by itself, as orjson holds the interpreter lock."""
+    """Return a list as JSON between other bytes; each entry is made and written by itself, as orjson holds the interpreter
+    lock.
+    """
     pieces = [before, b"["]
     for row in rows:
         pieces += (orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY), b",")
@@ -214,7 +216,7 @@ def json_rows(rows: Iterable[Any], before: bytes = b"", behind: bytes = b"") -> 
 
 
 def json_with_rows(head: Mapping[str, Any], name: str, rows: Iterable[Any]) -> bytes:
-    """A non-empty object as JSON, with one more field that is a list."""
+    """Return a non-empty object as JSON, with one more field that is a list."""
     return json_rows(rows, b'%b,"%b":' % (orjson.dumps(head)[:-1], name.encode()), b"}")
 
 

@@ -82,7 +82,7 @@ class TextRoutes:
         form=ErrorForm.OPENAI,
     )
     async def models(self, _: Request) -> Response:
-        """The models that take text."""
+        """Return the models that take text."""
         return json_response({"object": "list", "data": [_card(name) for name in self._endpoint.names(TEXT_TASKS)]})
 
     @serves(
@@ -99,7 +99,7 @@ class TextRoutes:
         form=ErrorForm.OPENAI,
     )
     async def model(self, request: Request) -> Response:
-        """One of them."""
+        """Return one of them."""
         name = request.path_params["model"]
         if name not in self._endpoint.names(TEXT_TASKS):
             raise NotFoundError(f"no model {name!r} that takes text is served here; /v1/models lists those that do")
@@ -119,7 +119,7 @@ class TextRoutes:
         form=ErrorForm.TEI,
     )
     async def info(self, request: Request) -> Response:
-        """The only model that takes text, as text-embeddings-inference describes its own."""
+        """Return the only model that takes text, as text-embeddings-inference describes its own."""
         model = self._endpoint.only(request, TEXT_TASKS)
         loaded = await self._endpoint.models.of(model)
         return json_response(
@@ -151,7 +151,7 @@ class TextRoutes:
         form=ErrorForm.TEI,
     )
     async def tokenize(self, request: Request) -> Response:
-        """The tokens of each text, with their places in it."""
+        """Return the tokens of each text, with their places in it."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
         model = endpoint.only(request, TEXT_TASKS)

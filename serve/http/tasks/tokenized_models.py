@@ -50,7 +50,7 @@ ROW_BYTES: Final = 256  # memory of the objects of one row
 
 
 def task_of(model: Model) -> str:
-    """The task that `halfserve.task` names; "" for none."""
+    """Return the task that `halfserve.task` names; "" for none."""
     return str(own_parameter(model.config, "halfserve.task") or "")
 
 
@@ -164,7 +164,7 @@ class TokenizedModel:
                 raise self._too_long(param, index, f"{length} characters", f"{most} characters")
 
     def described(self, texts: Sequence[str], param: str, *, with_special: bool) -> TokenizerWork[DescribedTokens]:
-        """The tokens of each text as TEI describes them.
+        """Return the tokens of each text as TEI describes them.
 
         Args:
             texts: texts of at least one character.
@@ -204,7 +204,7 @@ class TokenizedModel:
         return TokenRow(np.array(ids, np.int32), None)
 
     def message(self, row: TokenRow) -> bytes:
-        """A serialized ModelInferRequest of one row, padded where the model's length is fixed."""
+        """Return a serialized ModelInferRequest of one row, padded where the model's length is fixed."""
         count = len(row.ids)
         length = max(count, self._least)
         pieces = [self._head(length)]
@@ -241,7 +241,7 @@ class TokenizedModel:
         return TokenizerWork(characters=characters, tokens_of=tokens_of)
 
     def _made_head(self, length: int) -> bytes:
-        """The part of a message that is the same for all texts of this many tokens."""
+        """Return the part of a message that is the same for all texts of this many tokens."""
         head = ModelInferRequest(model_name=self.model.name, model_version=str(self.model.version))
         for name, spec in self.model.inputs.items():
             head.inputs.add(name=name, datatype=spec.datatype.wire, shape=[1, length])
@@ -285,7 +285,7 @@ class TokenizedModels:
         self._loading.clear()
 
     async def of(self, model: Model) -> TokenizedModel:
-        """A text model.
+        """Return a text model.
 
         Raises:
             FailedPreconditionError: its tokenizer is missing or cannot be used.
@@ -315,7 +315,7 @@ def _cut(text: Text, most: int) -> Text:
 
 
 def _costs(texts: Sequence[Text], most: int) -> list[int]:
-    """The cost of each text to tokenize, in characters; `most`: characters that are tokenized of it at most."""
+    """Return the cost of each text to tokenize, in characters; `most`: characters that are tokenized of it at most."""
     if set(map(type, texts)) == {str}:  # in half the time
         return [CHARACTERS_PER_TEXT + min(most, length) for length in map(len, texts)]
     return [
@@ -329,7 +329,7 @@ def _longest(text: Text) -> int:
 
 
 def _load(model: Model) -> TokenizedModel | InferenceError:
-    """A text model, or why there is none, which is logged."""
+    """Return a text model, or why there is none, which is logged."""
     label = f"{model.name}/{model.version}"
     try:
         return TokenizedModel(model, _tokenizer(model))
@@ -360,7 +360,7 @@ def _tokenizer(model: Model) -> Tokenizer:
 
 
 def _sharing(whole: Tokenizer) -> Tokenizer:
-    """A tokenizer with truncation and padding of its own, that shares the vocabulary's memory."""
+    """Return a tokenizer with truncation and padding of its own, that shares the vocabulary's memory."""
     from tokenizers import Tokenizer  # noqa: PLC0415  (see `_tokenizer`)
 
     other = Tokenizer(whole.model)

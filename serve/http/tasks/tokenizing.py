@@ -56,7 +56,7 @@ class TokenizerThreads:
         self._long = ClientTurns(TOKENIZING_THREADS - 1)
 
     async def tokens(self, request: Request, work: TokenizerWork[R]) -> list[R]:
-        """The tokens of a request's texts, which are counted as its memory where it has many characters.
+        """Return the tokens of a request's texts, which are counted as its memory where it has many characters.
 
         Raises:
             UnavailableError: the memory budget is spent.
@@ -74,7 +74,7 @@ class TokenizerThreads:
         return tokens
 
     async def done(self, request: Request, size: int, work: Callable[[], T], *, is_long: bool = False) -> T:
-        """The result of one piece of work, which is done on a thread when it is the client's turn.
+        """Return the result of one piece of work, which is done on a thread when it is the client's turn.
 
         Args:
             request: request that the work belongs to.
@@ -110,7 +110,7 @@ class ClientTurns:
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
-        """A turn of a client; its requests have theirs in the order in which they ask."""
+        """Provide a turn of a client; its requests have theirs in the order in which they ask."""
         if self._free:
             self._free -= 1
         else:
@@ -140,7 +140,7 @@ class ClientTurns:
 
 
 def pieces(characters: Sequence[int]) -> Iterator[range]:
-    """Indices of texts that are tokenized at once: as many as have PIECE_CHARACTERS together, at least one."""
+    """Yield the indices of texts that are tokenized at once: as many as have PIECE_CHARACTERS together, at least one."""
     start, together = 0, 0
     for index, count in enumerate(characters):
         if index > start and together + count > PIECE_CHARACTERS:

@@ -92,7 +92,7 @@ class GrpcConnection(GrpcSession):
         self.flush()
 
     def get_buffer(self, sizehint: int) -> bytearray | memoryview:  # noqa: ARG002  (the signature is asyncio's)
-        """The buffer to read the socket into; its bytes are used before any other socket is read."""
+        """Return the buffer to read the socket into; its bytes are used before any other socket is read."""
         received = self._owner.received
         if not self._scheduler.has_begun_turn:
             return received
@@ -300,7 +300,7 @@ class GrpcConnection(GrpcSession):
         return True
 
     def _is_at_its_end(self) -> bool:
-        """Whether libnghttp2 reads no more."""
+        """Return whether libnghttp2 reads no more."""
         try:
             return not self._http2.want_read
         except NGH2Error:

@@ -79,7 +79,7 @@ def configuration(limits: TransportLimits) -> Configuration:
 
 
 def greeting(limits: TransportLimits) -> dict[int, int]:
-    """The server's SETTINGS."""
+    """Return the server's SETTINGS."""
     return {
         MAX_CONCURRENT_STREAMS: limits.max_streams,
         INITIAL_WINDOW_SIZE: limits.stream_window_bytes,
@@ -101,7 +101,7 @@ class MessageQuota:
         self._waiting: deque[Callable[[], None]] = deque()
 
     def may_read(self) -> bool:
-        """Whether a stream may read another message in this iteration; counts it."""
+        """Return whether a stream may read another message in this iteration; counts it."""
         if not self._left:
             return False
         if self._left == MESSAGES_A_TURN:

@@ -68,7 +68,7 @@ class ReceiveWindows:
         return list(self._unfinished)
 
     def is_oldest(self, stream: int) -> bool:
-        """Whether a stream has the oldest unfinished message."""
+        """Return whether a stream has the oldest unfinished message."""
         return stream == next(iter(self._unfinished), None)
 
     @property
@@ -98,7 +98,7 @@ class ReceiveWindows:
             self._fit(window)
 
     def must_wait(self, stream: int, held: int) -> bool:
-        """Whether a stream that holds `held` bytes of an unfinished message must pause."""
+        """Return whether a stream that holds `held` bytes of an unfinished message must pause."""
         self._count(held - self._unfinished.get(stream, 0))
         if held:
             self._unfinished[stream] = held
@@ -223,7 +223,7 @@ class SendBuffer:
         return wrote
 
     def is_behind(self, stream: int) -> bool:
-        """Whether the client reads a call's responses more slowly than they are produced."""
+        """Return whether the client reads a call's responses more slowly than they are produced."""
         queued = self._http2.queued_body_size(stream)
         return queued > self._max_unsent or (queued > 0 and self._share.is_short)
 
@@ -258,7 +258,7 @@ class SendBuffer:
             self._unread_since_s, self._to_read = now_s, MIN_PROGRESS_BYTES
 
     def is_unread_since(self, before_s: float) -> bool:
-        """Whether the client has read almost nothing since `before_s`, on the loop's clock."""
+        """Return whether the client has read almost nothing since `before_s`, on the loop's clock."""
         return self._unread_since_s is not None and self._unread_since_s < before_s
 
     def when_read(self, stream: int, then: Callable[[], None]) -> None:

@@ -53,7 +53,7 @@ class FrameHandler(Protocol):
     def feed(self, data: Bytes) -> None: ...  # hand bytes to libnghttp2, and its events to their calls
 
     def template_of(self, stream: int) -> CallTemplate | None:
-        """The template of a call that libnghttp2 just opened, if the fast path can open others like it."""
+        """Return the template of a call that libnghttp2 just opened, if the fast path can open others like it."""
 
     def explain(self, stream: int) -> None: ...  # answer a call whose headers make libnghttp2 reset it
 

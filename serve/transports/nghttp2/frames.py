@@ -55,12 +55,12 @@ AUTHORITY, CONTENT_TYPE = bytes([1]), bytes([0x0F, 31 - 0x0F])
 
 
 def head_of(kind: int, flags: int, stream: int, length: int) -> bytes:
-    """The head of a frame with `length` bytes of payload."""
+    """Return the head of a frame with `length` bytes of payload."""
     return HEAD.pack(length << 8 | kind, flags, stream)
 
 
 def window_update(stream: int, size: int) -> bytes:
-    """A WINDOW_UPDATE of 1 to MAX_WINDOW_BYTES; stream 0 is the connection."""
+    """Return a WINDOW_UPDATE of 1 to MAX_WINDOW_BYTES; stream 0 is the connection."""
     return _WITH_NUMBER.pack(NUMBER.size << 8 | WINDOW_UPDATE, 0, stream, size)
 
 
@@ -83,7 +83,7 @@ def with_last_stream(frames: bytes, stream: int) -> bytes:
 
 
 def literal(value: bytes) -> bytes:
-    """A string literal (RFC 7541, section 5.2)."""
+    """Return a string literal (RFC 7541, section 5.2)."""
     return _integer(len(value), 7) + value
 
 
@@ -93,7 +93,7 @@ def literals(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def repeats(block: bytes) -> bool:
-    """Whether a header block decodes the same when repeated, because it leaves the dynamic table unchanged.
+    """Return whether a header block decodes the same when repeated, because it leaves the dynamic table unchanged.
 
     Malformed blocks do not; libnghttp2 rejects them.
     """
@@ -128,7 +128,7 @@ def _integer(value: int, bits: int) -> bytes:
 
 
 def _after_integer(block: bytes, at: int, bits: int) -> int:
-    """The place after an integer."""
+    """Return the place after an integer."""
     most = (1 << bits) - 1
     if block[at] & most == most:
         at += 1

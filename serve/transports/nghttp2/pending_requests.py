@@ -125,7 +125,7 @@ class PendingRequests:
             self.forget(stream)
 
     def _grown(self, stream: int, piece: bytes | memoryview) -> PartialMessage | None:
-        """The request with `piece` appended; None if it does not fit."""
+        """Return the request with `piece` appended; None if it does not fit."""
         growing = self.growing.get(stream)
         if growing is None:
             # While memory is short libnghttp2 assembles it, whose windows pace the client.

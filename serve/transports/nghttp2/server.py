@@ -141,7 +141,7 @@ class Nghttp2Server:
             connection.abort()
 
     def connection(self) -> GrpcConnection:
-        """The server's side of a new connection."""
+        """Return the server's side of a new connection."""
         return GrpcConnection(self, self._calls.route, self._limits)
 
     def connected(self, connection: GrpcConnection) -> None:
@@ -260,7 +260,7 @@ class BusyPoll:
         self._passed_by = 0
 
     def answered(self, *, alone: bool) -> None:
-        """A response was written, `alone` or together with others."""
+        """Count a response that was written `alone` or together with others."""
         if not alone:
             self._until = 0.0
             return

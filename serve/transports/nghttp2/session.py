@@ -122,11 +122,11 @@ class GrpcSession(ABC):
 
     @abstractmethod
     def _notice_read(self) -> None:
-        """The client has read the notice, and its earlier calls have arrived."""
+        """Go on with the shutdown: the client has read the notice, and its earlier calls have arrived."""
 
     @abstractmethod
     def _too_much(self) -> None:
-        """The client sends too many refused calls: take no new ones."""
+        """Take no new calls: the client sends too many that are refused."""
 
     def greet(self) -> None:
         """Send SETTINGS."""
@@ -197,7 +197,7 @@ class GrpcSession(ABC):
                 self._connection_event(event)
 
     def template_of(self, stream: int) -> CallTemplate | None:
-        """The template of a call that libnghttp2 just opened, if the fast path can open others like it."""
+        """Return the template of a call that libnghttp2 just opened, if the fast path can open others like it."""
         call, open_call = self._calls.get(stream), self._open_call
         if call is None or open_call is None or not call.is_unary:
             return None
@@ -276,7 +276,7 @@ class GrpcSession(ABC):
             self._http2.send_data(stream, message)
 
     def is_behind(self, stream: int) -> bool:
-        """Whether the client reads a call's responses more slowly than they are produced."""
+        """Return whether the client reads a call's responses more slowly than they are produced."""
         return stream in self._calls and self._send_buffer.is_behind(stream)
 
     def when_read(self, stream: int, then: Callable[[], None]) -> None:

@@ -175,7 +175,7 @@ class InferStreamCall(_Stream):
             then()
 
     def _one_less(self) -> None:
-        """A request was answered, or has ended without a message."""
+        """Count a request that was answered, or has ended without a message."""
         self._count()
         self._read_on()
 
@@ -187,7 +187,7 @@ class InferStreamCall(_Stream):
             self._session.hold(self._stream, STREAM_BYTES + held)
 
     def _read_on(self) -> None:
-        """A response was sent or read: there may be room."""
+        """Read on, if there is room: a response was sent or read."""
         if self._unread and self._session.is_behind(self._stream):
             self._session.when_read(self._stream, self._read_on)
         elif self._unread:
