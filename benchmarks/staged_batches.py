@@ -42,7 +42,7 @@ class Sleeping:
     seconds: float  # time of a batch
     provider: str = "sleep"
     precision: str = "fp32"
-    rows: list[int] = field(default_factory=list)  # of each batch
+    rows: list[int] = field(default_factory=list)  # number of rows of each batch
     gaps_s: list[float] = field(default_factory=list)  # time between two batches
     _ended: float = 0.0
 

@@ -9,6 +9,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -18,103 +19,41 @@ ROOT = Path(__file__).parent.parent / "halfserve"
 STAGES = ("files", "protos", "amp_core", "export", "serve")
 FOLDERS = (*STAGES[1:], "examples")  # at the top level of a checkout
 BARE = re.compile(rf"\b(from|import) +({'|'.join(FOLDERS)})\b")
-# What of our own each room may import, besides itself.
-ALLOWED = {
-    "files": set[str](),
-    "protos": {"files"},
-    "amp_core": {"files"},
-    "export": {
-        "files",
-        "protos",
-        "amp_core.policy",
-        "amp_core.calling",
-        "amp_core.checkpoint",
-        "amp_core.recorder",
-        "amp_core.weights",
-    },
-    "serve": {"files", "protos"},
-}
-# Within serve a request's way is straight: each room knows only what is below it (the engine declares what a backend is).
-BELOW = {
-    "serve/engine": {"serve.engine"},
-    "serve/trials": {"serve.trials", "serve.engine"},
-    "serve/backends": {"serve.backends", "serve.trials", "serve.engine"},
-    "serve/observability": {"serve.observability", "serve.engine"},
-    "serve/storage": {"serve.storage", "serve.engine"},
-    "serve/protocol": {"serve.protocol", "serve.observability", "serve.engine"},
-    "serve/security": {"serve.security", "serve.protocol", "serve.engine.errors"},
-    "serve/transports": {
-        "serve.transports",
-        "serve.security",
-        "serve.protocol",
-        "serve.engine.errors",
-        "serve.engine.queueing.client_queue",
-    },
-    "serve/http": {
-        "serve.http",
-        "serve.transports.listener",
-        "serve.transports.listening",
-        "serve.transports.read_scheduler",
-        "serve.transports.task_turns",
-        "serve.security",
-        "serve.protocol",
-        "serve.observability",
-        "serve.engine",
-    },
-    "serve/fleet/member": {
-        "serve.fleet.member",
-        "serve.log_handler",
-        "serve.transports",
-        "serve.security",
-        "serve.protocol",
-        "serve.observability",
-        "serve.engine",
-    },
-    "serve/fleet/agent": {
-        "serve.fleet.agent",
-        "serve.fleet.control",
-        "serve.fleet.member",
-        "serve.transports",
-        "serve.protocol",
-        "serve.engine.errors",
-    },
-    "serve/fleet/control": {
-        "serve.fleet.control",
-        "serve.fleet.member.fleet_commands",
-        "serve.fleet.member.member_counters",
-        "serve.protocol.status",
-        "serve.engine.errors",
-    },
-    "serve/fleet/launch": {
-        "serve.fleet",
-        "serve.client",
-        "serve.log_handler",
-        "serve.storage",
-        "serve.transports",
-        "serve.security",
-        "serve.protocol",
-        "serve.engine",
-    },
-    "serve/client": {"serve.client", "serve.protocol.raw_tensors"},
-    "serve/benchmark": {"serve.benchmark", "serve.client", "serve.protocol.raw_tensors", "serve.engine.cuda_driver"},
-}
-# Rooms that know nothing of the command line: their settings are plain dataclasses, which serve/options/ makes.
-WITHOUT_COMMANDS = (
-    *(
-        "serve/engine",
-        "serve/trials",
-        "serve/backends",
-        "serve/protocol",
-        "serve/transports",
-        "serve/http",
-        "serve/model_control",
-    ),
-    *("serve/observability", "serve/storage", "serve/fleet/member", "serve/fleet/agent", "serve/fleet/control"),
-)
+CODE_MAP = ROOT.parent / "docs" / "explanation" / "design.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MappedFolder:
+    """One row of the code map.
+
+    Attributes:
+        knows: modules of ours that it may import besides itself, with all below them.
+        own: packages that no folder imports whose row does not name them so.
+        absent: modules and packages that it does not import at all.
+    """
+
+    knows: frozenset[str]
+    own: frozenset[str]
+    absent: frozenset[str]
+
+
+def read_map() -> dict[str, MappedFolder]:
+    """Return the rows of the code map in the design page by their folder."""
+    found = {}
+    text = CODE_MAP.read_text(encoding="utf-8").partition("## Code map")[2].partition("\n## ")[0]
+    for line in text.splitlines():
+        cells = [frozenset(re.findall(r"`([^`]+)`", cell)) for cell in line.strip("|").split("|")]
+        if line.startswith("| `"):
+            (folder,), _, knows, own, absent = cells
+            found[folder] = MappedFolder(knows=knows, own=own, absent=absent)
+    return found
+
+
+MAP = read_map()
 OPENVINO_ROOM = "serve/backends/openvino"
 RAY = "serve/fleet/launch/ray_"  # start of the names of its modules
-# Where torch may be imported at all.
-TORCH = {"amp_core", "export"}
+# They import packages of the backends in a child process.
+CHILDREN = {ROOT / "serve/backends/onnx_runtime/probe_child.py", ROOT / "serve/doctor/examination.py"}
 TORCH_BACKEND = "serve/backends"  # there in files named torch_*, which nothing imports before a torch program is served
 
 
@@ -160,12 +99,30 @@ def under(module: str, roots: set[str]) -> bool:
     return any(module == root or module.startswith(f"{root}.") for root in roots)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_imports_only_what_it_may(stage: str) -> None:
-    for path in files(stage):
+@pytest.mark.parametrize("folder", MAP)
+def test_a_folder_knows_only_what_the_map_says(folder: str) -> None:
+    row, own = MAP[folder], folder.replace("/", ".")
+    for path in files(folder):
         for module in imported(path):
             if module.split(".")[0] in STAGES:
-                assert under(module, ALLOWED[stage] | {stage}), f"{path.relative_to(ROOT)} imports {module}"
+                assert under(module, row.knows | {own}), f"{path.relative_to(ROOT)} imports {module}"
+            assert not under(module, row.absent), f"{path.relative_to(ROOT)} imports {module}"
+
+
+@pytest.mark.parametrize("package", sorted({package for row in MAP.values() for package in row.own}))
+def test_a_package_is_imported_only_where_the_map_says(package: str) -> None:
+    homes = [ROOT / folder for folder, row in MAP.items() if package in row.own]
+    for path in (path for stage in STAGES for path in files(stage)):
+        at_home = any(path.is_relative_to(home) for home in homes) or path in CHILDREN
+        assert at_home or not any(under(m, {package}) for m in imported(path)), path
+
+
+def test_the_map_shows_each_folder() -> None:
+    mapped = {ROOT / folder for folder in MAP if folder != "serve"}
+    shown = {path for folder in mapped for path in (folder, *folder.parents)}
+    folders = {path.parent for path in files("serve")} | {ROOT / stage for stage in STAGES}
+    above = {ROOT / "serve", *(ROOT / "serve" / name for name in ("doctor", "options"))}  # which know all other rooms
+    assert {f for f in folders if f not in shown | above and not any(f.is_relative_to(m) for m in mapped)} == set()
 
 
 @pytest.mark.parametrize("folder", [*FOLDERS, ".", "../benchmarks", "../tests"])
@@ -178,20 +135,6 @@ def test_a_module_has_one_name(folder: str) -> None:
         if module.split(".")[0] in FOLDERS
     ]
     assert not bare, "write halfserve. in front"
-
-
-@pytest.mark.parametrize("room", BELOW)
-def test_within_serve_a_room_knows_only_what_is_below(room: str) -> None:
-    for path in files(room):
-        for module in imported(path):
-            if under(module, {"serve"}):
-                assert under(module, BELOW[room]), f"{path.relative_to(ROOT)} imports {module}"
-
-
-@pytest.mark.parametrize("room", WITHOUT_COMMANDS)
-def test_below_the_commands_a_room_knows_no_options_of_theirs(room: str) -> None:
-    for path in files(room):
-        assert not any(under(m, {"typer", "option_groups", "serve.options"}) for m in imported(path)), path
 
 
 def test_contracts_and_files_need_protobuf_and_numpy_alone() -> None:
@@ -232,17 +175,15 @@ def test_the_supervisor_imports_the_standard_library_alone() -> None:
 
 def test_openvino_is_needed_by_one_room_only() -> None:
     """Nothing imports that room before a model needs it; crash probe and `halfserve doctor` import the package in a child."""
-    children = {ROOT / "serve/backends/onnx_runtime/probe_child.py", ROOT / "serve/doctor/examination.py"}
     for path in files("serve"):
-        allowed = path.is_relative_to(ROOT / OPENVINO_ROOM) or path in children
+        allowed = path.is_relative_to(ROOT / OPENVINO_ROOM) or path in CHILDREN
         assert allowed or not any(under(m, {"openvino"}) for m in imported(path)), path
 
 
-def test_torch_stays_where_it_belongs() -> None:
-    for stage in set(STAGES) - TORCH:
-        for path in files(stage):
-            allowed = path.parent == ROOT / TORCH_BACKEND and path.name.startswith("torch_")
-            assert allowed or not any(under(m, {"torch"}) for m in imported(path)), path
+def test_torch_stays_in_its_backend() -> None:
+    for path in files(TORCH_BACKEND):
+        allowed = path.parent == ROOT / TORCH_BACKEND and path.name.startswith("torch_")
+        assert allowed or not any(under(m, {"torch"}) for m in imported(path)), path
 
 
 def first_cycle(leads: dict[str, set[str]]) -> str:

@@ -39,7 +39,7 @@ from halfserve.serve.engine.tensors import Array
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 TYPES: dict[str, Any] = {"float": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-TOLERANCES = {"float": 2.0**-9, "float16": 2.0**-8, "bfloat16": 2.0**-5}  # of the largest value
+TOLERANCES = {"float": 2.0**-9, "float16": 2.0**-8, "bfloat16": 2.0**-5}  # relative to the largest value
 IMAGES = {"a": (4, 32, 14, 14), "b": (64, 32, 3, 3)}
 CONVOLUTION = "y = Conv <pads = [1, 1, 1, 1]> (a, b)"
 
@@ -51,8 +51,8 @@ class Kernel:
     kind: str  # type of its inputs
     opset: int
     body: str  # computes y from the inputs
-    shapes: Mapping[str, tuple[int, ...]]  # of the inputs
-    options: Mapping[str, str] = field(default_factory=dict)  # of the provider
+    shapes: Mapping[str, tuple[int, ...]]  # shapes of the inputs by name
+    options: Mapping[str, str] = field(default_factory=dict)  # options of the CUDA provider
 
 
 KERNELS = {

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 MAGIC = 0xBA55ED50
 HEADER = struct.Struct("<IHHQ")  # magic, version, length of this header, length of the entries
 ENTRY = struct.Struct("<HHIQ")  # kind, version, length of this header, length of the code
-ARCHITECTURE_OFFSET = 28  # of a number such as 90, in an entry's header
+ARCHITECTURE_OFFSET = 28  # position of the architecture, such as 90, in an entry's header
 SM_90 = 90
 
 

@@ -1,4 +1,4 @@
-"""What ONNX Runtime's CUDA kernels round inside, beside `verification.kernel_steps`: activations and TF32 products.
+"""Roundings inside ONNX Runtime's CUDA kernels, beside `verification.kernel_steps`: activations and TF32 products.
 
 Activations (core/providers/cuda/activation/activations_impl.cu, contrib_ops/cuda/activation and contrib_ops/cuda/bert) are
 written for the node's type, so that each operation of their formula rounds to the half type. Sigmoid below 0 is
@@ -32,14 +32,14 @@ from halfserve.export.verification.kernel_steps import NodeSteps
 
 STEP = "/cuda_step_"  # in the names of values inside a kernel
 _ONNX = ("", "ai.onnx")
-FIRST_OPSET = 9  # of Where
+FIRST_OPSET = 9  # first opset that has Where
 # The inputs of float32 products that TF32 rounds; a bias is added in float32.
 TF32_INPUTS: Mapping[str, int] = {
     **dict.fromkeys(("Conv", "ConvTranspose", "Gemm", "MatMul"), 2),
     **dict.fromkeys(("Attention", "GRU", "LSTM", "RNN"), 3),
     "Einsum": 1 << 30,
 }
-GELU_SCALE, GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715  # of the tanh approximation
+GELU_SCALE, GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715  # constants of the tanh approximation
 SPLITTER = 2.0**13 + 1  # Dekker's: splits off the upper 11 of float32's 24 bits
 LARGEST_SPLIT = 2.0**100  # larger numbers would overflow in between, and stay as they are
 

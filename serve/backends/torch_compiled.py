@@ -169,7 +169,7 @@ class CompiledBackend:
     precision: str  # precision of the computation, in words
     _program: CompiledProgram
     _inputs: Sequence[TensorSpec]  # in the program's order
-    _outputs: Mapping[int, TensorSpec]  # by place among the program's outputs
+    _outputs: Mapping[int, TensorSpec]  # specifications by the position among the program's outputs
     _device: torch.device
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:

@@ -19,7 +19,7 @@ from halfserve.installation import code_in_use, install_hint
 from halfserve.nvidia_libraries import cuda_major
 from halfserve.serve.doctor.examination import PARTS, Facts, examine
 
-EXIT_CODES: dict[type[Exception], int] = {OSError: 1}  # such as too many processes
+EXIT_CODES: dict[type[Exception], int] = {OSError: 1}  # for example: too many processes
 WIDTH, INDENT = 79, 14
 # What serving and converting depend on beside the packages that halfserve's metadata requires.
 OPTIONAL_PACKAGES = ("openvino", "torch", "onnxscript", "transformers", "tokenizers", "nvidia-ml-py")
@@ -32,7 +32,7 @@ NEEDED_DRIVERS = {12: "525", 13: "580"}  # first driver of each CUDA version, fo
 class Finding:
     """Something that is wrong or missing."""
 
-    problem: str  # what is wrong
+    problem: str  # description of the fault
     remedy: str  # command or step that mends it
     is_broken: bool  # whether serving as installed does not work, or uses less than the machine has
 
@@ -130,7 +130,7 @@ def _halfserve() -> Facts:
 
 
 def _packages() -> Facts:
-    """Versions of packages by name, None for those that are missing, and requirements of halfserve that are not met."""
+    """Return the versions of packages by name, None for a missing one, and the requirements of halfserve that are not met."""
     versions: dict[str, str | None] = {}
     unmet = []
     for requirement in _requirements():

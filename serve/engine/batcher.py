@@ -2,7 +2,7 @@
 
 Everything here runs on the event loop, so nothing here needs a lock. The parts, each with its states:
 
-- `Refusals`: whether the model takes requests, and the errors of those that it does not answer.
+- `Refusals`: whether the model takes requests, and the errors of requests that are refused.
 - `LoneRequest`: a request that is computed at once, without the queue.
 - `Dispatcher`: when which batch starts, and where it is computed.
 - `Instance` and its `Recovery`: one copy of the model, its thread, and what happens when it breaks.
@@ -99,7 +99,7 @@ class Batcher:
             dispatcher.hold(request)
             return
         if request.deadline is not None or self._has_target:
-            lone.is_allowed = False  # from now on, admission control records every request
+            lone.is_allowed = False  # because admission control records every request
             refusals.admit(request)
         lone.enter_queue()
         try:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 # and more, as ordinary clients send them, all fit into one turn.
 EVENTS = 64
 TASK_BYTES = SMALL_BYTES + 1  # what input counts at least: it may begin a request, whose task costs more than a large read
-BODY_BYTES = 65_536  # of a body that waits for the application; reading pauses above
+BODY_BYTES = 65_536  # size of a body that waits for the application; reading pauses above it
 NOT_HTTP = "the request is not HTTP/1.1 as this server reads it; check its line, headers and lengths"
 REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 ERROR_HEAD = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
@@ -38,7 +38,7 @@ ERROR_HEAD = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-lengt
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PortState:
-    """What the connections of one port share.
+    """State that the connections of one port share.
 
     Attributes:
         app: ASGI application that answers.
@@ -301,7 +301,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
 
 class AnswerState(Enum):
-    """What an application has sent of its answer."""
+    """Progress of an application's answer."""
 
     AWAITED = auto()
     BEGUN = auto()
@@ -324,7 +324,7 @@ class Exchange:
         self.keep_alive = self.more_body = True
         self._connection = connection
         self._awaits_continue = awaits_continue
-        self._body = bytearray()  # what the application has not received
+        self._body = bytearray()  # bytes that the application has not received
         self._news = asyncio.Event()  # set when the application can receive something
 
     def add_body(self, data: bytes | bytearray) -> bool:
@@ -347,7 +347,7 @@ class Exchange:
         """Run the application, and answer with an error if it does not answer."""
         port = self._connection.port
         try:
-            with contextlib.suppress(asyncio.CancelledError):  # by the server's end, which has answered
+            with contextlib.suppress(asyncio.CancelledError):  # the server ends, and has answered
                 steps = port.app(self.scope, self.receive, self.send)
                 await port.turns.run(cast("Any", steps), lambda: network_of(peer_of(self.scope)))
             if self.answer is AnswerState.OVER:

@@ -45,7 +45,7 @@ STAGE_EDGES = tuple(number(ns / 1e9) for ns in EDGES_NS)
 
 
 class ModelFigures:
-    """What the metrics of one model read, at one time.
+    """Counters of one model at one time, which its metrics read.
 
     Attributes:
         guard: counters of the precision guard; None without one.

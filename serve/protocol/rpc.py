@@ -82,7 +82,7 @@ UNKNOWN_METHOD = Access(Role.ADMIN, None)
 
 
 class ServerView:
-    """What an RPC sees of the server: all of it here, or the models that its caller may use.
+    """The server as an RPC sees it: with all models, or those that its caller may use.
 
     Attributes:
         core: the visible models.
@@ -116,7 +116,7 @@ class RpcCall:
         server: the server, as far as the caller may see it.
         peer: address of the client; "" if the transport does not pass it on.
         headers: headers of the call.
-        grant: what the gate of the port has granted to the caller; None without a gate.
+        grant: rights that the gate of the port has granted to the caller; None without a gate.
         send: sends one response of a streaming RPC, and returns once the client can take another.
     """
 
@@ -138,7 +138,7 @@ class Rpc:
         path: path of the RPC, such as "/inference.GRPCInferenceService/ServerLive".
         request: class of the requests.
         method: answers; see the module.
-        access: what a caller needs.
+        access: requirements on the caller.
         is_stream: whether there may be any number of messages each way.
         is_large: whether a request may contain a model's files.
     """

@@ -1,4 +1,4 @@
-"""What one server serves: its RPCs by path, and the entry for inference requests, independent of the transport.
+"""The service of one server: its RPCs by path, and the entry for inference requests, independent of the transport.
 
 A transport looks RPCs up in `Service.rpcs`, hands inference to `Service.inference_of` as bytes, and maps an InferenceError to a
 status with protocol/status.py.

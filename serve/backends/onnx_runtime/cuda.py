@@ -203,7 +203,7 @@ class GraphReplays:
         self._wanted = [value.name for value in session.get_outputs()]
         self._recordings: dict[Shapes, _Recording] = {}
         self._made = 0  # number of recordings so far, the ones that failed included
-        self._waits: dict[Shapes, Wait] = {}  # of shapes whose latest recording failed
+        self._waits: dict[Shapes, Wait] = {}  # waiting times of shapes whose latest recording failed
 
     @property
     def has_failed(self) -> bool:

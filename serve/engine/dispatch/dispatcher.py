@@ -93,7 +93,7 @@ class Dispatcher:
         soon: the dispatch in this turn of the loop or the next; None if there is none.
         occupancy: tracks the use of the event loop, shared with the other models.
         share: its share of the compute slots; None if batches need no slot.
-        short: which batches run on the loop; None if none does.
+        short: choice of the batches that run on the loop; None if none does.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ SHUTTING_DOWN: Final = "the model is shutting down; send the request to another 
 
 
 class Refusals:
-    """Whether one model takes requests, and the errors of those that it does not answer.
+    """The state in which a model takes or refuses requests, and the errors of refused requests.
 
     | state | event | what happens | next state |
     |---|---|---|---|
@@ -44,7 +44,7 @@ class Refusals:
         drained: set once the model has drained; None unless it drains.
         running: number of batches on the threads of copies.
         admission: predicts late answers; None before the first request with a deadline or a latency target.
-        timer: for requests that wait while no copy or slot is free.
+        timer: deadline timer of requests that wait while no copy or slot is free.
     """
 
     def __init__(self, instances: Sequence[Instance], queue: BatchQueue, delivery: Delivery, statistics: Statistics) -> None:

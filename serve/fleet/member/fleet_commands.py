@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.protocol.service import SERVICE
 
 T = TypeVar("T")
+SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 MODEL = "model"  # kind of the target of loads and unloads
 MODELS_TURN, SETTINGS_TURN = "models", "settings"
 Target = tuple[str, str, Message]  # kind and name of what a command changes, such as a model, and the command for it alone

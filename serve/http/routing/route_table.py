@@ -33,7 +33,7 @@ class RestRoute:
         method: HTTP method. HEAD is served where GET is.
         path: path, with the names of parameters in braces; a parameter has no slash.
         access: requirements, which all routes of a path share.
-        operation: its part of the OpenAPI document; None for what is not for programs: the page and its files.
+        operation: its part of the OpenAPI document; None for the page and its files, which are not for programs.
         form: form of errors, which all routes of a path share.
         checks_token: whether the endpoint checks the token itself once the body has arrived.
     """
@@ -68,7 +68,7 @@ def serves_versions(
         method: HTTP method.
         end: end of the path, behind the model or the version.
         access: requirements.
-        operation: that of the model; the version's name ends in OfVersion.
+        operation: operation of the model's path; the name for the version's path ends in OfVersion.
         checks_token: see RestRoute.
     """
     latest = replace(operation, summary=operation.summary.format(model="the latest version of a model"))

@@ -242,7 +242,7 @@ class Calls:
                 inference: InferenceEntry = service.inference_of(call.peer, headers, "", partial(network_of, call.peer))
             else:
                 inference = grant.inference_of(service, call)
-            if path == INFER_PATH:  # by position, as this is faster
+            if path == INFER_PATH:  # arguments by position, as this is faster
                 return partial(InferCall, encoding, inference, time_left_s)
             name, value = ENDS_WITH_ERROR
             return partial(

@@ -226,9 +226,9 @@ class SimulatedMember:
             self.directory.ParseFromString(orders.directory)
         self.is_draining = self.is_draining or orders.drain
         for target, order in orders.calls:
+            self._taken.add(order.id)
             if order.path == READ_COUNTERS and not self.answers_counters:
                 continue
-            self._taken.add(order.id)
             self._begin(self._answer(target, order))
 
     async def _answer(self, target: str, order: Order) -> None:
