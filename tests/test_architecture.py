@@ -9,6 +9,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -95,7 +96,7 @@ def arrows() -> dict[str, set[str]]:
     return {name: {m for m in imported(path) if m in MODULES and m != name} for name, path in MODULES.items()}
 
 
-def under(module: str, roots: set[str]) -> bool:
+def under(module: str, roots: AbstractSet[str]) -> bool:
     return any(module == root or module.startswith(f"{root}.") for root in roots)
 
 
