@@ -392,7 +392,7 @@ def reflection(services: Iterable[str]) -> Method:
     pool = DescriptorPool()
     for file in (model_config_pb2, inference_pb2, health_pb2, reflection_pb2):
         pool.AddSerializedFile(file.DESCRIPTOR.serialized_pb)
-    servicer = reflection_service.aio.ReflectionServicer([*services, reflection_service.SERVICE_NAME], pool=pool)
+    servicer: Any = reflection_service.aio.ReflectionServicer([*services, reflection_service.SERVICE_NAME], pool=pool)
 
     async def reflect(requests: AsyncIterator[Any], call: RpcCall) -> None:
         async for answer in servicer.ServerReflectionInfo(requests, None):
