@@ -5,12 +5,13 @@ A new option is a field here with its help, its keyword, and its use.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Annotated, TypedDict
+from typing import Annotated, Any, Self, TypedDict
 
 import typer
 
@@ -94,6 +95,22 @@ class ConversionSettings:
         if isinstance(self.keep_io_types, bool):
             return self.keep_io_types
         return any(fnmatchcase(name or "", pattern) for pattern in self.keep_io_types)
+
+    @classmethod
+    def of_call(cls, function: str, **keywords: Any) -> Self:
+        """Return the settings that the keywords of a public function give.
+
+        Raises:
+            TypeError: there is no such keyword; the text names the function, and the nearest keyword.
+            UsageError: a value is invalid.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in keywords:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                advice = f"; did you mean {near[0]!r}?" if near else ""
+                raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{advice}")
+        return cls(**keywords)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,7 +91,7 @@ def convert(
         labels=labels,
         key=signing_key(certificate_key),
     )
-    place, settings = FileTarget(path=Path(target), overwrite=overwrite), PipelineSettings(**options)
+    place, settings = FileTarget(path=Path(target), overwrite=overwrite), PipelineSettings.of_call("convert", **options)
     return Certified(**vars(convert_verified(Path(source), place, settings, verification, progress=progress)))
 
 

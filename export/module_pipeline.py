@@ -111,7 +111,7 @@ def export_module(
         module,
         given,
         target,
-        ModuleSettings(**options),
+        ModuleSettings.of_call("export_module", **options),
         budget=budget,
         dynamic=dynamic,
         policy=Policy.parse(policy) if isinstance(policy, str) else policy or Policy(),

@@ -162,7 +162,7 @@ def convert_float_to_float16(
     source = onnx.ModelProto()
     source.CopyFrom(opened.proto)
     densify(source)
-    conversion = convert(onnx_ir.from_proto(source), ConversionSettings(**options))
+    conversion = convert(onnx_ir.from_proto(source), ConversionSettings.of_call("convert_float_to_float16", **options))
     converted = onnx_ir.to_proto(conversion.model)
     converted.training_info.extend(opened.proto.training_info)  # onnx_ir does not preserve it
     return converted
@@ -203,7 +203,7 @@ def convert_file(
     Raises:
         ExportError: The source cannot be read or converted, or the target exists or cannot be written; nothing was written.
     """
-    settings = PipelineSettings(external_data=external_data, **options)
+    settings = PipelineSettings.of_call("convert_file", external_data=external_data, **options)
     with staged_conversion(source, target, settings, overwrite=overwrite) as done:
         done.staged.publish()
         return done.conversion

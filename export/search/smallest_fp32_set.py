@@ -87,7 +87,8 @@ def find_fp32_nodes(
         KeyboardInterrupt: The interrupt came before a set within the budget was known.
     """
     criteria = Criteria(budget=budget, reference=reference, record=record, batch_size=batch_size, task=task, lengths=lengths)
-    return search_fp32_nodes(model, inputs, PipelineSettings(**options), criteria, progress or (lambda _: None))
+    settings = PipelineSettings.of_call("find_fp32_nodes", **options)
+    return search_fp32_nodes(model, inputs, settings, criteria, progress or (lambda _: None))
 
 
 def search_fp32_nodes(

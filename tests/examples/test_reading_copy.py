@@ -65,10 +65,14 @@ def served(path: Path, limits: BatchLimits) -> Iterator[tuple[triton.InferenceSe
             done.result(60)
 
 
-def ask(client: triton.InferenceServerClient, x: Array, timeout_s: float | None = None) -> Array:
+def tensor_of(x: Array) -> triton.InferInput:
     tensor = triton.InferInput("x", x.shape, triton.np_to_triton_dtype(x.dtype))
     tensor.set_data_from_numpy(x)
-    answer: Array = client.infer("mlp", [tensor], client_timeout=timeout_s).as_numpy("y")
+    return tensor
+
+
+def ask(client: triton.InferenceServerClient, x: Array, timeout_s: float | None = None) -> Array:
+    answer: Array = client.infer("mlp", [tensor_of(x)], client_timeout=timeout_s).as_numpy("y")
     return answer
 
 
@@ -84,16 +88,19 @@ def rows_of(count: int) -> Array:
 
 def test_requests_that_wait_share_a_batch_and_get_their_own_rows(tmp_path: Path) -> None:
     sizes = [1, 3, 2]
-    with served(tmp_path, BatchLimits(max_rows=8)) as (client, backend), ThreadPoolExecutor(4) as pool:
+    answers: SimpleQueue[triton.InferResult] = SimpleQueue()
+    with served(tmp_path, BatchLimits(max_rows=8)) as (client, backend), ThreadPoolExecutor(1) as pool:
         first = pool.submit(ask, client, rows_of(5))
         assert backend.begun.wait(60)
-        others = [pool.submit(ask, client, rows_of(size)) for size in sizes]
-        for _ in range(100):  # calls of one connection, among which those before are accepted
+        for size in sizes:
+            client.async_infer("mlp", [tensor_of(rows_of(size))], lambda result, error: answers.put(error or result))
+        for _ in range(20):  # later calls of the same connection: those before are queued
             assert client.is_model_ready("mlp")
         backend.go_on.set()
         np.testing.assert_allclose(first.result(), expected(rows_of(5)), atol=2e-2)
-        for size, answer in zip(sizes, others, strict=True):
-            np.testing.assert_allclose(answer.result(), expected(rows_of(size)), atol=2e-2)
+        found = {len(y): y for y in (answers.get(timeout=60).as_numpy("y") for _ in sizes)}
+    for size in sizes:
+        np.testing.assert_allclose(found[size], expected(rows_of(size)), atol=2e-2)
     assert backend.rows[0] == 5
     assert sum(backend.rows[1:]) == sum(sizes)
     assert len(backend.rows) < 1 + len(sizes)

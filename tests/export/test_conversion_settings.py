@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import Field, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -158,3 +159,22 @@ def test_equal_names_make_equal_settings(given: Collection[str]) -> None:
 def test_a_wrong_precision_is_refused() -> None:
     with pytest.raises(UsageError, match="--precisions fp8: dtype is 'fp8'"):
         PipelineSettings(precisions="fp8")  # type: ignore[arg-type]  # (the command's text)
+
+
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        (convert, ["in.onnx", "out.onnx"]),
+        (convert_file, ["in.onnx", "out.onnx"]),
+        (convert_float_to_float16, [planted(1, {})]),
+        (partial(find_fp32_nodes, budget=Budget()), [planted(1, {}), samples(2)]),
+        (export_module, [torch.nn.Linear(2, 2), torch.rand(4, 2), "models", "m"]),
+    ],
+)
+def test_an_unknown_keyword_is_named_with_the_function_and_the_nearest_one(
+    function: Callable[..., object], given: list[Any]
+) -> None:
+    name = getattr(function, "func", function).__name__
+    expected = rf"^{name}\(\) got an unexpected keyword argument 'keep_fp32_node'; did you mean 'keep_fp32_nodes'\?$"
+    with pytest.raises(TypeError, match=expected):
+        function(*given, keep_fp32_node=["a"])
