@@ -29,7 +29,7 @@ NEEDED_DRIVERS = {12: "525", 13: "580"}  # first driver of each CUDA version, fo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class Diagnosis:
     """Something that is wrong or missing."""
 
     problem: str  # description of the fault
@@ -61,35 +61,35 @@ def doctor(
         raise typer.Exit(1)
 
 
-def find(facts: dict[str, Facts]) -> Iterator[Finding]:
+def find(facts: dict[str, Facts]) -> Iterator[Diagnosis]:
     """Yield what is wrong or missing according to the facts of each part."""
     packages = facts["packages"]
     for requirement in packages["unmet"]:
-        yield Finding(problem=f"{requirement} is not installed", remedy=f"pip install '{requirement}'", is_broken=True)
+        yield Diagnosis(problem=f"{requirement} is not installed", remedy=f"pip install '{requirement}'", is_broken=True)
     runtime = facts["onnx_runtime"]
     if "error" in runtime:
-        yield Finding(
+        yield Diagnosis(
             problem=f"ONNX Runtime does not compute: {runtime['error']}",
             remedy="pip install --force-reinstall onnxruntime-gpu, or onnxruntime where there is no such wheel",
             is_broken=True,
         )
     if "error" in facts["openvino"] and packages["versions"].get("openvino"):
         remedy = "pip install --force-reinstall openvino"
-        yield Finding(problem=f"OpenVINO does not compute: {facts['openvino']['error']}", remedy=remedy, is_broken=True)
+        yield Diagnosis(problem=f"OpenVINO does not compute: {facts['openvino']['error']}", remedy=remedy, is_broken=True)
     elif facts["processor"].get("fast_halves") and not packages["versions"].get("openvino"):
         halves = " and ".join(facts["processor"]["fast_halves"])
         problem = f"this processor computes {halves} faster than float32, and OpenVINO is not installed"
-        yield Finding(problem=problem, remedy=install_hint("openvino"), is_broken=False)
+        yield Diagnosis(problem=problem, remedy=install_hint("openvino"), is_broken=False)
     yield from _of_cuda(facts)
 
 
-def _of_cuda(facts: dict[str, Facts]) -> Iterator[Finding]:
+def _of_cuda(facts: dict[str, Facts]) -> Iterator[Diagnosis]:
     """Yield why no model is served on CUDA, if there is a device."""
     devices, runtime = facts["devices"], facts["onnx_runtime"]
     reason = devices.get("error") or devices.get("reason", "")
     if not devices.get("devices"):
         if devices.get("on_bus") or devices.get("kernel_module"):
-            yield Finding(
+            yield Diagnosis(
                 problem=f"there is an NVIDIA device, and its driver does not work: {reason}",
                 remedy="install NVIDIA's driver and restart; in a container, start it with `--gpus all`",
                 is_broken=True,
@@ -99,7 +99,7 @@ def _of_cuda(facts: dict[str, Facts]) -> Iterator[Finding]:
         return
     if CUDA not in runtime["providers"]:
         both = all(facts["packages"]["versions"].get(name) for name in ALTERNATIVES)
-        yield Finding(
+        yield Diagnosis(
             problem=f"this ONNX Runtime has no CUDA provider{' (two of its packages are installed)' if both else ''}",
             remedy=f"pip uninstall {' '.join(ALTERNATIVES)}; pip install onnxruntime-gpu",
             is_broken=True,
@@ -107,7 +107,7 @@ def _of_cuda(facts: dict[str, Facts]) -> Iterator[Finding]:
         return
     needed = cuda_major(runtime["cuda"])
     if cuda_major(devices["cuda"]) < needed:
-        yield Finding(
+        yield Diagnosis(
             problem=f"the driver supports CUDA {devices['cuda']}, and ONNX Runtime needs CUDA {needed}",
             remedy=f"install NVIDIA's driver {NEEDED_DRIVERS.get(needed, '')} or newer",
             is_broken=True,
@@ -117,7 +117,7 @@ def _of_cuda(facts: dict[str, Facts]) -> Iterator[Finding]:
     for operator, failure in tried.items():
         if failure:
             problem = failure.removeprefix("a GPU is required, but ").partition("; allow the CPU, or add")[0]
-            yield Finding(problem=f"{operator} is not computed on CUDA: {problem}", remedy=install_hint("cuda"), is_broken=True)
+            yield Diagnosis(problem=f"{operator} is not computed on CUDA: {problem}", remedy=install_hint("cuda"), is_broken=True)
 
 
 def _halfserve() -> Facts:
@@ -161,7 +161,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _report(facts: dict[str, Facts], findings: list[Finding]) -> Iterator[str]:
+def _report(facts: dict[str, Facts], findings: list[Diagnosis]) -> Iterator[str]:
     """Yield the lines of the report, at most WIDTH characters wide except for paths and commands."""
     own, versions = facts["halfserve"], facts["packages"]["versions"]
     yield from _entry("halfserve", f"{own['version']}, {own['build']}; {own['code']}")
@@ -186,7 +186,7 @@ def _report(facts: dict[str, Facts], findings: list[Finding]) -> Iterator[str]:
     yield _verdict(facts, findings)
 
 
-def _verdict(facts: dict[str, Facts], findings: list[Finding]) -> str:
+def _verdict(facts: dict[str, Facts], findings: list[Diagnosis]) -> str:
     if any(finding.is_broken for finding in findings):
         return "Not everything works here as installed."
     count = len(facts["devices"].get("devices", []))

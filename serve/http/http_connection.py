@@ -106,7 +106,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.port.left(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002  (the signature is asyncio's)
-        """Return room for as many bytes as time allows, and memory if all connections receive as many at once."""
+        """Return a buffer as large as the loop's turn and the memory budget allow for one read."""
         return self.port.received[: self.port.scheduler.receive_bytes(self, self._share.window_bytes)]
 
     def buffer_updated(self, nbytes: int) -> None:
