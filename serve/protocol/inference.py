@@ -31,7 +31,7 @@ from halfserve.serve.protocol.codec import (
     requested_names,
     special_outputs,
 )
-from halfserve.serve.protocol.deferred_response import DeferredResponse
+from halfserve.serve.protocol.large_bytes import DeferredResponse
 from halfserve.serve.protocol.messages import check_fields, parse, parse_request, split_request
 from halfserve.serve.protocol.request_cache import CachedRequest, RequestCache
 from halfserve.serve.protocol.shared_memory import RegionUse, SharedMemory
@@ -201,9 +201,9 @@ class Inference:
     def _raw_inputs(
         self, cached: CachedRequest, layout: RawLayout, data: bytes | memoryview, offsets: tuple[int, ...]
     ) -> Tensors:
-        if not cached.slices:
-            return RawInputs(layout, data, offsets)
         binding = cached.binding
+        if binding is None:
+            return RawInputs(layout, data, offsets)
         if not binding.is_bound:
             self.memory.bind(binding, cached.slices, layout.inputs, cached.input_slices)
         return RawInputs(layout, data, offsets, binding.outside)
