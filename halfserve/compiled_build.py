@@ -76,6 +76,7 @@ MODULES = (
     "transports.nghttp2.pending_requests",
     "transports.nghttp2.server",
     "transports.nghttp2.session",
+    "transports.nghttp2.wire",
     "transports.read_scheduler",
 )
 STAMP = "serve/compiled_build.stamp"
