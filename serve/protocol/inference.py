@@ -123,19 +123,8 @@ class Inference:
         request_bytes = len(data)
         if self._added:
             data = b"".join((data, self._added))  # protobuf merges concatenated messages
-        pattern = self._cache.match(data)
         try:
-            request_id = b""
-            if pattern is not None and pattern.id_end > pattern.id_start:
-                request_id = bytes(data[pattern.id_start : pattern.id_end])
-            if pattern is not None and (not request_id or request_id.isascii()):
-                cached = pattern.cached
-                inputs = self._raw_inputs(cached, pattern.layout, data, pattern.offsets)
-                parameters = cached.parameters
-                if pattern.sequence_end:
-                    parameters = cached.with_sequence(bytes(data[pattern.sequence_start : pattern.sequence_end]))
-            else:
-                cached, request_id, inputs, parameters = self._understand(bytes(data))
+            cached, request_id, inputs, parameters = self._decoded(data)
         except InferenceError as error:
             self._core.figures.refuse(error)
             raise
@@ -182,6 +171,21 @@ class Inference:
         if error is not None:
             self._core.figures.refuse(error)
         self.observer.failed(self._caller, (model, version, ""), 0, error)
+
+    def _decoded(self, data: bytes | memoryview) -> tuple[CachedRequest, bytes, Tensors, Mapping[str, Parameter]]:
+        """Return the checked properties of a request, its id, inputs and parameters."""
+        pattern = self._cache.match(data)
+        if pattern is None:
+            return self._understand(bytes(data))
+        request_id = bytes(data[pattern.id_start : pattern.id_end]) if pattern.id_end > pattern.id_start else b""
+        if request_id and not request_id.isascii():
+            return self._understand(bytes(data))
+        cached = pattern.cached
+        inputs = self._raw_inputs(cached, pattern.layout, data, pattern.offsets)
+        parameters = cached.parameters
+        if pattern.sequence_end:
+            parameters = cached.with_sequence(bytes(data[pattern.sequence_start : pattern.sequence_end]))
+        return cached, request_id, inputs, parameters
 
     def _understand(self, data: bytes) -> tuple[CachedRequest, bytes, Tensors, Mapping[str, Parameter]]:
         check_fields(data)

@@ -11,16 +11,17 @@ acknowledged; the window is widened when the withheld bytes come near half of it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
 from typing import Final
+
+from ngh2 import Connection
+from ngh2.exceptions import ConnectionClosingError, ConnectionStateError
 
 from halfserve.serve.security.memory_budget import MemoryShare
 from halfserve.serve.transports.nghttp2.fairness import TransportLimits
 from halfserve.serve.transports.nghttp2.frames import DEFAULT_WINDOW_BYTES
 
-Acknowledge = Callable[[int, int], None]
-Widen = Callable[[int], None]
-
+AT_ITS_END: Final = (ConnectionStateError, ConnectionClosingError)  # raised by libnghttp2 after a connection's end
 REFUSED_WINDOWS: Final = 16  # stream windows beyond `max_held_bytes`, after which younger messages are refused
 NEAR_HALF: Final = 3 / 8
 WIDER: Final = 4  # times the withheld bytes
@@ -36,12 +37,8 @@ class ReceiveWindows:
         answering: bytes held until a stream is answered, where they are worth counting.
     """
 
-    def __init__(self, acknowledge: Acknowledge, widen: Widen, limits: TransportLimits, share: MemoryShare) -> None:
-        """`acknowledge` reopens a stream's window by a number of bytes, at least 1; `widen` sets the size of the
-        connection's window.
-        """
-        self._acknowledge = acknowledge
-        self._widen = widen
+    def __init__(self, http2: Connection, limits: TransportLimits, share: MemoryShare) -> None:
+        self._http2 = http2
         self._share = share
         self._max_held = limits.max_held_bytes
         self._most = self._max_held + REFUSED_WINDOWS * limits.stream_window_bytes
@@ -169,4 +166,13 @@ class ReceiveWindows:
 
     def _fit(self, window: int) -> None:
         self._window = window
-        self._widen(window)
+        with contextlib.suppress(*AT_ITS_END):
+            self._http2.set_local_window_size(window)
+
+    def _acknowledge(self, size: int, stream: int) -> None:
+        """Reopen a stream's window by `size` bytes, at least 1.
+
+        After the connection's end it does nothing: timers, models and tasks go on for a while.
+        """
+        with contextlib.suppress(*AT_ITS_END):
+            self._http2.acknowledge_received_data(size, stream)

@@ -164,7 +164,8 @@ class FrameReader:
         if announced:
             announced.pop(stream, None)
         del requests.calls[stream]
-        call.take(bytes(data[body + PREFIX_BYTES : end]))
+        at = body + PREFIX_BYTES
+        call.take(data[at:end] if isinstance(data, bytes) else bytes(data[at:end]))  # a slice of bytes is compiled to one call
         return True
 
     def _other_frame(self, data: Bytes, body: int, end: int, head: int, stream: int) -> bool:

@@ -75,9 +75,10 @@ class Nghttp2Server:
         self._time_limits = TimeLimits(self._limits, self._connections, self.budget)
         self._busy_poll: BusyPoll | None = None  # once it listens
         self._broken_log, self._unread_log = LogThrottle(logger.info), LogThrottle(logger.warning)
-        service.count_connections(
-            lambda: len(self._connections), lambda: sum(connection.session.calls for connection in self._connections)
-        )
+        figures = service.core.figures
+        figures.gauge("halfserve_connections", "Open gRPC connections", lambda: len(self._connections))
+        calls = "gRPC calls in flight, streams included"
+        figures.gauge("halfserve_calls", calls, lambda: sum(connection.session.calls for connection in self._connections))
 
     async def start(self) -> int:
         """Listen, and return the port.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, ParamSpec, cast
+from typing import Final, cast
 
 from ngh2 import (
     Connection,
@@ -26,7 +26,7 @@ from ngh2 import (
     TrailersReceived,
     WindowUpdated,
 )
-from ngh2.exceptions import ConnectionClosingError, ConnectionStateError, DenialOfServiceError, NGH2Error
+from ngh2.exceptions import DenialOfServiceError, NGH2Error
 
 from halfserve.serve.engine.errors import InvalidArgumentError, RateLimitedError
 from halfserve.serve.protocol.status import Status, status_of
@@ -44,7 +44,7 @@ from halfserve.serve.transports.grpc_framing import (
 )
 from halfserve.serve.transports.nghttp2.fairness import MessageQuota, TransportLimits, configuration, greeting
 from halfserve.serve.transports.nghttp2.fast_path import CONTENT_LENGTH, CallTemplate, FastPath
-from halfserve.serve.transports.nghttp2.flow_control import ReceiveWindows
+from halfserve.serve.transports.nghttp2.flow_control import AT_ITS_END, ReceiveWindows
 from halfserve.serve.transports.nghttp2.frames import ENHANCE_YOUR_CALM
 from halfserve.serve.transports.nghttp2.pending_requests import Call, UnaryCall
 from halfserve.serve.transports.nghttp2.wire import LOST, SessionOwner, Wire
@@ -63,22 +63,10 @@ WRONG_HEADERS: Final = (
     "with a space"
 )
 NOTICE: Final = b"elsewhen"  # payload of the ping whose answer shows that the client has read the notice; eight bytes
-AT_ITS_END: Final = (ConnectionStateError, ConnectionClosingError)  # raised by libnghttp2 after a connection's end
 CANNOT_BE_ANSWERED: Final = (StreamProtocolError, *AT_ITS_END)
 
-Asked = ParamSpec("Asked")
 OpenCall = Callable[["GrpcSession", int], Call]
 Route = Callable[[Sequence[Header], "GrpcSession"], OpenCall]
-
-
-def unless_ended(ask: Callable[Asked, None]) -> Callable[Asked, None]:
-    """Ignore libnghttp2's refusal after the end of a connection: timers, models and tasks go on for a while."""
-
-    def asked(*args: Asked.args, **named: Asked.kwargs) -> None:
-        with contextlib.suppress(*AT_ITS_END):
-            ask(*args, **named)
-
-    return asked
 
 
 class GrpcSession:
@@ -106,8 +94,7 @@ class GrpcSession:
         self._open_call: OpenCall | None = None  # for these headers
         self.http2 = Connection(Role.SERVER, configuration(limits))
         self._calls: dict[int, Call] = {}
-        acknowledge = unless_ended(self.http2.acknowledge_received_data)
-        self._windows = ReceiveWindows(acknowledge, unless_ended(self.http2.set_local_window_size), limits, share)
+        self._windows = ReceiveWindows(self.http2, limits, share)
         self.fast_path = FastPath(self.http2, self._calls, self._windows, limits, share)
         self.wire = Wire(self.http2, limits.max_unsent_bytes, self.fast_path.last_words, share)
         self._counted_calls = 0  # calls in flight as reported to `share`
@@ -301,17 +288,15 @@ class GrpcSession:
 
     def finish(self, stream: int, *, ended: bool) -> None:
         """End a streaming call with status OK; `ended`: the client has ended its side."""
-        self._end(stream, lambda: self.http2.send_trailers(stream, OK_TRAILERS), ended=ended)
+        self._end(stream, OK_TRAILERS, ended=ended, headers_sent=True)
 
     def fail(self, stream: int, status: Status, *, ended: bool, headers_sent: bool = False) -> None:
         """End a call with a status; `headers_sent`: its response headers have left, `ended`: the client has ended its side."""
         trailers = trailers_of(status)
         if self.fast_path.fail(stream, trailers, ended=ended):
             self._owner.flush_soon()
-        elif headers_sent:
-            self._end(stream, lambda: self.http2.send_trailers(stream, trailers), ended=ended)
         else:
-            self._end(stream, lambda: self.http2.send_response(stream, RESPONSE + trailers, end_stream=True), ended=ended)
+            self._end(stream, trailers, ended=ended, headers_sent=headers_sent)
 
     def give_back(self, stream: int, size: int) -> None:
         """Acknowledge `size` bytes that `receive` withheld, unless other messages come first."""
@@ -403,11 +388,14 @@ class GrpcSession:
         elif isinstance(event, ConnectionClosed):
             self.has_ended = True
 
-    def _end(self, stream: int, send: Callable[[], None], *, ended: bool) -> None:
+    def _end(self, stream: int, trailers: Headers, *, ended: bool, headers_sent: bool) -> None:
         if self._forget(stream) is None:
             return
         try:
-            send()
+            if headers_sent:
+                self.http2.send_trailers(stream, trailers)
+            else:
+                self.http2.send_response(stream, RESPONSE + trailers, end_stream=True)
         except CANNOT_BE_ANSWERED:
             return
         if not ended:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import cast
 
 import grpc
 import pytest
@@ -43,7 +44,8 @@ class Client(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.windows = ReceiveWindows(self.acknowledge, self.widen, LIMITS, MemoryBudget(DEFAULT_BYTES).share(is_known=True))
+        http2 = cast("Connection", self)  # its two methods that open windows
+        self.windows = ReceiveWindows(http2, LIMITS, MemoryBudget(DEFAULT_BYTES).share(is_known=True))
         self.width = self.may_send = 65_535
         self.not_told = 0
         self.windows.open(CONNECTION_WINDOW)
@@ -56,7 +58,7 @@ class Client(RuleBasedStateMachine):
         self.received = self.acknowledged = 0
         self.streams = 0
 
-    def acknowledge(self, size: int, stream: int) -> None:
+    def acknowledge_received_data(self, size: int, stream: int) -> None:
         assert size > 0
         self.acknowledged += size
         self.not_told_of[stream] += size
@@ -65,7 +67,7 @@ class Client(RuleBasedStateMachine):
         self.not_told += size
         self.tell()
 
-    def widen(self, width: int) -> None:
+    def set_local_window_size(self, width: int) -> None:
         self.may_send += width - self.width
         self.width = width
         self.tell()
