@@ -107,18 +107,22 @@ def serve(
     log_format = observing.log_format
     ignore_hang_up()
     log_to_standard_error(log_format, options.observe.process)
-    as_text = partial(print_text, scheme="http" if options.security.tls is None else "https")
-    report: Callable[[StartupReport], None] = print_json if as_json or log_format is LineFormat.JSON else as_text
-    if link and link.restarts:
-        report = partial(log_restart, restarts=link.restarts)
-    elif link and link.given.place > 1:
-        report = log_start
+    report = _report_of(options, link, as_json=as_json or log_format is LineFormat.JSON)
     with _failures_logged_as(log_format):
         if becomes_supervisor:
             check_room(count)
             become_supervisor(addresses(options), count, log_format)
         _check_device(required=computing.require_gpu)
         _run(options, partial(report_startup, report), link, models.trust())
+
+
+def _report_of(options: ServerOptions, link: SupervisorLink | None, *, as_json: bool) -> Callable[[StartupReport], None]:
+    """Return what reports the start: on standard output, or in the log if it is not the first of a supervised server."""
+    if link and link.restarts:
+        return partial(log_restart, restarts=link.restarts)
+    if link and link.given.place > 1:
+        return log_start
+    return print_json if as_json else partial(print_text, scheme="http" if options.security.tls is None else "https")
 
 
 @contextmanager

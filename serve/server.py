@@ -164,42 +164,21 @@ async def serve(
     """
     started_s = time.monotonic()
     stop = stop_on_signal()
-    core = InferenceCore([])
     lost = LostDevice(stop, is_supervised=link is not None)
-    core.on_lost_device = lost.report
+    core = _empty_core(options, lost)
     if isinstance(runtime, CoreUser):
         runtime.connect(ModelCalls(core))
     if link is not None:
-        link.on_supervisor_end(stop.set)
-        core.figures.counter(
-            "halfserve_worker_restarts_total", "Servers that a supervisor has started after the first", lambda: link.restarts
-        )
-    core.slots = ComputeSlots(options.compute_slots) if options.compute_slots else None
-    core.figures.latencies = options.latencies
-    _keep_responses(core, int(options.response_cache_mib * 2**20) // options.processes)
+        _follow(link, core, stop)
     security = Security(options.security, core.figures.refuse, shared_memory=options.shared_memory)
     member = membership(link, core)
     security.reload_on_hang_up()
     security.warn_if_exposed(options.host)
-    loader = VersionLoader(
-        runtime=runtime,
-        placement=options.placement,
-        defaults=options.defaults,
-        warm_up_budget_s=options.control.warm_up_budget_s,
-        certificate_key=_certificate_key(options.control.certificate_key),
-    )
-    control = _control(core, options, loader)
+    control = _control(core, options, runtime)
     try:
         if not await _finished_before(stop, control.start()):
             return
-        service = Service(
-            core,
-            server_version=version("halfserve"),
-            shared_memory=options.shared_memory,
-            shared_memory_mode=options.shared_memory_mode,
-            observe=options.observe,
-            forwarded=options.forwarded,
-        )
+        service = _service(core, options)
         listening: list[Transport | RestServer] = []
         collecting = asyncio.create_task(collect_when_idle())
         try:
@@ -228,6 +207,34 @@ async def serve(
     lost.check()
 
 
+def _follow(link: SupervisorLink, core: InferenceCore, stop: asyncio.Event) -> None:
+    """End with the supervisor, and count its restarts."""
+    link.on_supervisor_end(stop.set)
+    core.figures.counter(
+        "halfserve_worker_restarts_total", "Servers that a supervisor has started after the first", lambda: link.restarts
+    )
+
+
+def _empty_core(options: ServerOptions, lost: LostDevice) -> InferenceCore:
+    core = InferenceCore([])
+    core.on_lost_device = lost.report
+    core.slots = ComputeSlots(options.compute_slots) if options.compute_slots else None
+    core.figures.latencies = options.latencies
+    _keep_responses(core, int(options.response_cache_mib * 2**20) // options.processes)
+    return core
+
+
+def _service(core: InferenceCore, options: ServerOptions) -> Service:
+    return Service(
+        core,
+        server_version=version("halfserve"),
+        shared_memory=options.shared_memory,
+        shared_memory_mode=options.shared_memory_mode,
+        observe=options.observe,
+        forwarded=options.forwarded,
+    )
+
+
 def _certificate_key(path: Path | None) -> VerifyingKey | None:
     try:
         return None if path is None else VerifyingKey(path)
@@ -250,7 +257,14 @@ def addresses(options: ServerOptions) -> dict[str, Address]:
     return found
 
 
-def _control(core: InferenceCore, options: ServerOptions, loader: VersionLoader) -> ModelControl:
+def _control(core: InferenceCore, options: ServerOptions, runtime: Runtime) -> ModelControl:
+    loader = VersionLoader(
+        runtime=runtime,
+        placement=options.placement,
+        defaults=options.defaults,
+        warm_up_budget_s=options.control.warm_up_budget_s,
+        certificate_key=_certificate_key(options.control.certificate_key),
+    )
     if isinstance(options.path, Path):
         return ModelControl(core, ModelRepository(options.path, *options.more_paths), loader, options.control)
     copy = RepositoryCopy(options.path)

@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from halfserve.serve.engine.dispatch.delivery import Delivery
-from halfserve.serve.engine.dispatch.dispatcher import Dispatcher
-from halfserve.serve.engine.dispatch.free_instances import FreeInstances
+from halfserve.serve.engine.dispatch.dispatcher import Dispatcher, FreeInstances
 from halfserve.serve.engine.dispatch.refusals import Refusals
 from halfserve.serve.engine.dispatch.short_batches import NOTHING_KNOWN, LoopOccupancy, ShortBatches
 from halfserve.serve.engine.execution.instance import Instance

@@ -93,7 +93,8 @@ class GenerateRoute:
         """Queue a request, which is cancelled if the current task ends before the last response has come."""
         name, version = named(request)
         try:
-            metadata = await rpc_response(self._service, "ModelMetadata", pb.ModelMetadataRequest(name=name, version=version))
+            asked = pb.ModelMetadataRequest(name=name, version=version)
+            metadata = await rpc_response(self._service, request, "ModelMetadata", asked)
             inputs = {tensor.name: tensor for tensor in metadata.inputs}
             body = await self._bodies.read(request)
             message = await self._bodies.understand(body, lambda body: read_request(body, inputs, name, version))

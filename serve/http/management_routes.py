@@ -74,7 +74,7 @@ class SharedMemoryRoutes:
             offset=fields.whole(content, "offset", "the region", 0),
             byte_size=fields.whole(content, "byte_size", "the region"),
         )
-        return await self._done("SystemSharedMemoryRegister", message)
+        return await self._done(request, "SystemSharedMemoryRegister", message)
 
     @serves("POST", f"{CUDA}/{REGION}/register", SHARED_MEMORY, _registration("registerCuda", CudaRegionJson))
     async def cuda_register(self, request: Request) -> Response:
@@ -86,7 +86,7 @@ class SharedMemoryRoutes:
             device_id=fields.whole(content, "device_id", "the region", 0),
             byte_size=fields.whole(content, "byte_size", "the region"),
         )
-        return await self._done("CudaSharedMemoryRegister", message)
+        return await self._done(request, "CudaSharedMemoryRegister", message)
 
     @serves("GET", f"{SYSTEM}/status", SHARED_MEMORY, _listing("systemRegions", ALL_OF.format("system"), SYSTEM_STATUS))
     @serves("GET", f"{SYSTEM}/{REGION}/status", SHARED_MEMORY, _listing("systemRegion", "One registered region", SYSTEM_STATUS))
@@ -109,11 +109,11 @@ class SharedMemoryRoutes:
         return await self._unregister("CudaSharedMemoryUnregister", request)
 
     async def _status(self, rpc: str, request: Request) -> Response:
-        response = await self._call(rpc, getattr(pb, f"{rpc}Request")(name=_region(request)))
+        response = await self._call(request, rpc, getattr(pb, f"{rpc}Request")(name=_region(request)))
         return json_response([message_dict(region) for _, region in sorted(response.regions.items())])
 
     async def _unregister(self, rpc: str, request: Request) -> Response:
-        return await self._done(rpc, getattr(pb, f"{rpc}Request")(name=_region(request)))
+        return await self._done(request, rpc, getattr(pb, f"{rpc}Request")(name=_region(request)))
 
 
 class SettingRoutes:
@@ -126,7 +126,7 @@ class SettingRoutes:
     @serves("GET", "/v2/trace/setting", TRACE, _trace("traceSettings"))
     @serves("GET", f"{MODEL}/trace/setting", TRACE, _trace("traceSettingsOfModel"))
     async def trace_settings(self, request: Request) -> Response:
-        return await self._trace(pb.TraceSettingRequest(model_name=request.path_params.get("model", "")))
+        return await self._trace(request, pb.TraceSettingRequest(model_name=request.path_params.get("model", "")))
 
     @serves("POST", "/v2/trace/setting", TRACE, _trace_change("setTrace"))
     @serves("POST", f"{MODEL}/trace/setting", TRACE, _trace_change("setTraceOfModel"))
@@ -136,11 +136,11 @@ class SettingRoutes:
         for name, value in fields.parse_object(await self._bodies.read_small(request), empty=True).items():
             values = [] if value is None else value if isinstance(value, list) else [value]
             message.settings[name].value.extend([_setting_text(name, entry) for entry in values])
-        return await self._trace(message)
+        return await self._trace(request, message)
 
     @serves("GET", "/v2/logging", LOGGING, _settings("logSettings", "What is logged", LogSettingsJson, {400, 501}))
-    async def log_settings(self, _: Request) -> Response:
-        return await self._log(pb.LogSettingsRequest())
+    async def log_settings(self, request: Request) -> Response:
+        return await self._log(request, pb.LogSettingsRequest())
 
     @serves(
         "POST", "/v2/logging", LOGGING, _settings("setLog", "Change what is logged", LogSettingsJson, set(), is_change=True)
@@ -154,18 +154,18 @@ class SettingRoutes:
                 message.settings[name].uint32_param = value
             else:
                 message.settings[name].string_param = _setting_text(name, value)
-        return await self._log(message)
+        return await self._log(request, message)
 
-    async def _trace(self, message: pb.TraceSettingRequest) -> Response:
-        settings = (await self._call("TraceSetting", message)).settings
+    async def _trace(self, request: Request, message: pb.TraceSettingRequest) -> Response:
+        settings = (await self._call(request, "TraceSetting", message)).settings
         content: dict[str, Any] = {}
         for name, setting in sorted(settings.items()):
             values = list(setting.value)
             content[name] = values if name == LEVELS or len(values) > 1 else "".join(values)
         return json_response(content)
 
-    async def _log(self, message: pb.LogSettingsRequest) -> Response:
-        settings = (await self._call("LogSettings", message)).settings
+    async def _log(self, request: Request, message: pb.LogSettingsRequest) -> Response:
+        settings = (await self._call(request, "LogSettings", message)).settings
         return json_response({name: getattr(s, s.WhichOneof("parameter_choice")) for name, s in sorted(settings.items())})
 
 

@@ -20,6 +20,7 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.errors import UnavailableError
 from halfserve.serve.http import json_bodies as fields
+from halfserve.serve.http.guards import peer_of
 from halfserve.serve.http.request_body import BodyReader, answered_or_gone
 from halfserve.serve.http.responses import dump_json, dump_list, empty_response, json_response, json_text_response, message_dict
 from halfserve.serve.http.routing.document import openapi_document
@@ -69,8 +70,8 @@ class ModelRoutes:
         ),
     )
     @serves("GET", "/v2/", METADATA)
-    async def server_metadata(self, _: Request) -> Response:
-        return json_response(message_dict(await self._call("ServerMetadata", pb.ServerMetadataRequest())))
+    async def server_metadata(self, request: Request) -> Response:
+        return json_response(message_dict(await self._call(request, "ServerMetadata", pb.ServerMetadataRequest())))
 
     @serves(
         "GET",
@@ -78,9 +79,9 @@ class ModelRoutes:
         HEALTH,
         RestOperation("serverLive", Tag.SERVER, "Whether the process answers", DescribedAnswer("It does.")),
     )
-    async def live(self, _: Request) -> Response:
+    async def live(self, request: Request) -> Response:
         """200 without a body, as in Triton: scripts print the status behind it, and compare that."""
-        await self._call("ServerLive", pb.ServerLiveRequest())
+        await self._call(request, "ServerLive", pb.ServerLiveRequest())
         return empty_response()
 
     @serves(
@@ -89,9 +90,9 @@ class ModelRoutes:
         HEALTH,
         RestOperation("serverReady", Tag.SERVER, "Whether requests are taken", DescribedAnswer("They are."), errors={503}),
     )
-    async def ready(self, _: Request) -> Response:
+    async def ready(self, request: Request) -> Response:
         """200 without a body if requests are accepted, 503 otherwise."""
-        response = await self._call("ServerReady", pb.ServerReadyRequest())
+        response = await self._call(request, "ServerReady", pb.ServerReadyRequest())
         if not response.ready:
             raise UnavailableError("the server takes no requests now; send them to another replica")
         return empty_response()
@@ -106,7 +107,7 @@ class ModelRoutes:
         """200 without a body if the model accepts requests, 503 if not, and 404, which the RPC cannot say, if it is unknown."""
         name, version = _named(request)
         self._core.is_model_ready(name, version)  # raises what the RPC cannot say
-        if not (await self._call("ModelReady", pb.ModelReadyRequest(name=name, version=version))).ready:
+        if not (await self._call(request, "ModelReady", pb.ModelReadyRequest(name=name, version=version))).ready:
             raise UnavailableError(f"model {name!r} takes no requests now; send them to another replica")
         return empty_response()
 
@@ -128,7 +129,7 @@ class ModelRoutes:
     async def model_metadata(self, request: Request) -> Response:
         name, version = _named(request)
         return json_response(
-            message_dict(await self._call("ModelMetadata", pb.ModelMetadataRequest(name=name, version=version)))
+            message_dict(await self._call(request, "ModelMetadata", pb.ModelMetadataRequest(name=name, version=version)))
         )
 
     @serves_versions(
@@ -145,7 +146,7 @@ class ModelRoutes:
     )
     async def model_config(self, request: Request) -> Response:
         name, version = _named(request)
-        response = await self._call("ModelConfig", pb.ModelConfigRequest(name=name, version=version))
+        response = await self._call(request, "ModelConfig", pb.ModelConfigRequest(name=name, version=version))
         return json_response(message_dict(response.config))
 
     @serves(
@@ -169,7 +170,7 @@ class ModelRoutes:
     async def statistics(self, request: Request) -> Response:
         """Counters of a model version, of all versions, or of all models."""
         name, version = _named(request)
-        response = await self._call("ModelStatistics", pb.ModelStatisticsRequest(name=name, version=version))
+        response = await self._call(request, "ModelStatistics", pb.ModelStatisticsRequest(name=name, version=version))
         counters = await dump_list(message_dict(of_version) for of_version in response.model_stats)
         return json_text_response(f'{{"model_stats":{counters}}}')
 
@@ -190,7 +191,7 @@ class ModelRoutes:
         """Return every model version and its state; {"ready": true} asks for the ready ones alone."""
         content = fields.parse_object(await self._bodies.read_small(request), empty=True)
         ready = bool(fields.flag(content, "ready", "the request", default=False))
-        response = await self._call("RepositoryIndex", pb.RepositoryIndexRequest(ready=ready))
+        response = await self._call(request, "RepositoryIndex", pb.RepositoryIndexRequest(ready=ready))
         return json_response([message_dict(entry) for entry in response.models])
 
     @serves(
@@ -214,7 +215,7 @@ class ModelRoutes:
         name = request.path_params["model"]
         body = await self._bodies.read(request)
         message = await self._bodies.understand(body, lambda body: _load_request(name, body))
-        loading = asyncio.ensure_future(self._done("RepositoryModelLoad", message))
+        loading = asyncio.ensure_future(self._done(request, "RepositoryModelLoad", message))
         if not await answered_or_gone(request, loading, lambda: None):
             raise ClientDisconnect
         return loading.result()
@@ -240,17 +241,21 @@ class ModelRoutes:
         parameters = _parameters(await self._bodies.read_small(request))
         for name in parameters:
             message.parameters[name].bool_param = bool(fields.flag(parameters, name, "parameters"))
-        return await self._done("RepositoryModelUnload", message)
+        return await self._done(request, "RepositoryModelUnload", message)
 
 
-async def rpc_response(service: Service, rpc: str, request: Message) -> Any:
-    """Return the response message of an RPC. Raises InferenceError: the errors of the RPC."""
-    return await service.rpcs[f"/{SERVICE}/{rpc}"].method(request, RpcCall(server=service))
+async def rpc_response(service: Service, request: Request, rpc: str, message: Message) -> Any:
+    """Return the response message of an RPC for a REST request. Raises InferenceError: the errors of the RPC."""
+    return await service.rpcs[f"/{SERVICE}/{rpc}"].method(message, _call_of(service, request))
 
 
-async def rpc_done(service: Service, rpc: str, message: Message) -> Response:
-    await rpc_response(service, rpc, message)
+async def rpc_done(service: Service, request: Request, rpc: str, message: Message) -> Response:
+    await rpc_response(service, request, rpc, message)
     return json_response({})
+
+
+def _call_of(service: Service, request: Request) -> RpcCall:
+    return RpcCall(server=service, peer=peer_of(request.scope), headers=dict(request.scope["headers"]))
 
 
 def _named(request: Request) -> tuple[str, str]:
@@ -289,8 +294,8 @@ class MetricsRoute:
             DescribedAnswer("Prometheus' text format.", BodyContent(str, media_type="text/plain")),
         ),
     )
-    async def answer(self, _: Request) -> Response:
-        body, content_type = await self._service.metrics.method(Empty(), RpcCall(server=self._service))
+    async def answer(self, request: Request) -> Response:
+        body, content_type = await self._service.metrics.method(Empty(), _call_of(self._service, request))
         return Response(body, headers={"content-type": content_type, "cache-control": "no-store"})
 
 

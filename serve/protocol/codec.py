@@ -165,7 +165,7 @@ def raw_layout(request: ModelInferRequest, model: Model) -> RawLayout | None:
 
 def input_slices(request: ModelInferRequest) -> list[RegionSlice | None]:
     """Return the shared memory slice of each input; None for an input whose bytes are in the request."""
-    return [slice_of(f"input {tensor.name!r}", tensor.parameters) for tensor in request.inputs]
+    return [slice_of(f"input {tensor.name!r}", tensor.parameters) if tensor.parameters else None for tensor in request.inputs]
 
 
 def requested_names(request: ModelInferRequest, model: Model) -> tuple[str, ...]:

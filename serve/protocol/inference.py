@@ -31,7 +31,7 @@ from halfserve.serve.protocol.codec import (
     requested_names,
     special_outputs,
 )
-from halfserve.serve.protocol.deferred_response import DeferredResponse
+from halfserve.serve.protocol.large_bytes import DeferredResponse
 from halfserve.serve.protocol.messages import check_fields, parse, parse_request, split_request
 from halfserve.serve.protocol.request_cache import CachedRequest, RequestCache
 from halfserve.serve.protocol.shared_memory import RegionUse, SharedMemory
@@ -123,19 +123,8 @@ class Inference:
         request_bytes = len(data)
         if self._added:
             data = b"".join((data, self._added))  # protobuf merges concatenated messages
-        pattern = self._cache.match(data)
         try:
-            request_id = b""
-            if pattern is not None and pattern.id_end > pattern.id_start:
-                request_id = bytes(data[pattern.id_start : pattern.id_end])
-            if pattern is not None and (not request_id or request_id.isascii()):
-                cached = pattern.cached
-                inputs = self._raw_inputs(cached, pattern.layout, data, pattern.offsets)
-                parameters = cached.parameters
-                if pattern.sequence_end:
-                    parameters = cached.with_sequence(bytes(data[pattern.sequence_start : pattern.sequence_end]))
-            else:
-                cached, request_id, inputs, parameters = self._understand(bytes(data))
+            cached, request_id, inputs, parameters = self._decoded(data)
         except InferenceError as error:
             self._core.figures.refuse(error)
             raise
@@ -183,6 +172,21 @@ class Inference:
             self._core.figures.refuse(error)
         self.observer.failed(self._caller, (model, version, ""), 0, error)
 
+    def _decoded(self, data: bytes | memoryview) -> tuple[CachedRequest, bytes, Tensors, Mapping[str, Parameter]]:
+        """Return the checked properties of a request, its id, inputs and parameters."""
+        pattern = self._cache.match(data)
+        if pattern is None:
+            return self._understand(bytes(data))
+        request_id = bytes(data[pattern.id_start : pattern.id_end]) if pattern.id_end > pattern.id_start else b""
+        if request_id and not request_id.isascii():
+            return self._understand(bytes(data))
+        cached = pattern.cached
+        inputs = self._raw_inputs(cached, pattern.layout, data, pattern.offsets)
+        parameters = cached.parameters
+        if pattern.sequence_end:
+            parameters = cached.with_sequence(bytes(data[pattern.sequence_start : pattern.sequence_end]))
+        return cached, request_id, inputs, parameters
+
     def _understand(self, data: bytes) -> tuple[CachedRequest, bytes, Tensors, Mapping[str, Parameter]]:
         check_fields(data)
         cut = split_request(data)
@@ -201,9 +205,9 @@ class Inference:
     def _raw_inputs(
         self, cached: CachedRequest, layout: RawLayout, data: bytes | memoryview, offsets: tuple[int, ...]
     ) -> Tensors:
-        if not cached.slices:
-            return RawInputs(layout, data, offsets)
         binding = cached.binding
+        if binding is None:
+            return RawInputs(layout, data, offsets)
         if not binding.is_bound:
             self.memory.bind(binding, cached.slices, layout.inputs, cached.input_slices)
         return RawInputs(layout, data, offsets, binding.outside)

@@ -127,11 +127,6 @@ class Service(ServerView):
         added = b"" if forwarded is None else forwarded.parameters(headers)
         return self.inference.for_caller(Caller(peer, headers, holder, client, is_rest=is_rest), added)
 
-    def count_connections(self, connections: Callable[[], int], calls: Callable[[], int]) -> None:
-        """Register functions that return the transport's open connections and calls in flight, for the metrics."""
-        self.core.figures.gauge("halfserve_connections", "Open gRPC connections", connections)
-        self.core.figures.gauge("halfserve_calls", "gRPC calls in flight, streams included", calls)
-
 
 class LimitedService(Service):
     """View of a service that is restricted to permitted models; shared memory, logs and traces are those of the whole server.

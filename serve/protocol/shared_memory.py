@@ -345,7 +345,7 @@ def slice_of(what: str, parameters: Any) -> RegionSlice | None:
     Raises:
         InvalidArgumentError: the parameters are incomplete or of the wrong kind.
     """
-    if not parameters or not any(name in parameters for name in PARAMETERS):
+    if not any(name in parameters for name in PARAMETERS):
         return None
     if REGION not in parameters or BYTE_SIZE not in parameters:
         missing, there = (REGION, BYTE_SIZE) if REGION not in parameters else (BYTE_SIZE, REGION)

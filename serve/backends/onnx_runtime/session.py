@@ -26,8 +26,13 @@ from halfserve.serve.backends.onnx_runtime.cuda import (
     why_not_recorded,
     why_not_without_cudnn,
 )
-from halfserve.serve.backends.onnx_runtime.cuda_errors import is_about_an_option, is_about_cudnn, missing_kernel, reason_of
-from halfserve.serve.backends.onnx_runtime.cuda_placement import floats_on_cpu
+from halfserve.serve.backends.onnx_runtime.cuda_errors import (
+    floats_on_cpu,
+    is_about_an_option,
+    is_about_cudnn,
+    missing_kernel,
+    reason_of,
+)
 from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.onnx_runtime.onnx_preparation import PreparedModel, prepared
 from halfserve.serve.backends.onnx_runtime.probe_child import FORMAT_ENTRY, ones

@@ -1,4 +1,4 @@
-"""Flow control of one connection: receive windows, and responses that have not left.
+"""Flow control of one connection's requests: its receive windows.
 
 HTTP/2 lets a client send as many bytes as its window has, and acknowledging bytes opens the window again. A message is read
 only when complete, so its bytes are acknowledged as they arrive, unless the unfinished messages hold too much, on this
@@ -11,28 +11,21 @@ acknowledged; the window is widened when the withheld bytes come near half of it
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Callable
 from typing import Final
 
 from ngh2 import Connection
-from ngh2.exceptions import NGH2Error
+from ngh2.exceptions import ConnectionClosingError, ConnectionStateError
 
 from halfserve.serve.security.memory_budget import MemoryShare
 from halfserve.serve.transports.nghttp2.fairness import TransportLimits
 from halfserve.serve.transports.nghttp2.frames import DEFAULT_WINDOW_BYTES
 
-Acknowledge = Callable[[int, int], None]
-Widen = Callable[[int], None]
-
+AT_ITS_END: Final = (ConnectionStateError, ConnectionClosingError)  # raised by libnghttp2 after a connection's end
 REFUSED_WINDOWS: Final = 16  # stream windows beyond `max_held_bytes`, after which younger messages are refused
 NEAR_HALF: Final = 3 / 8
 WIDER: Final = 4  # times the withheld bytes
 MAX_WINDOW_BYTES: Final = 2**31 - 1
-WRITE_BYTES: Final = 2**18  # per write: the rest stays in libnghttp2, where it can still be dropped
-MIN_PROGRESS_BYTES: Final = 16_384  # a client must read so much within its time limit
-NO_ERROR: Final = 0x00
 
 
 class ReceiveWindows:
@@ -44,12 +37,8 @@ class ReceiveWindows:
         answering: bytes held until a stream is answered, where they are worth counting.
     """
 
-    def __init__(self, acknowledge: Acknowledge, widen: Widen, limits: TransportLimits, share: MemoryShare) -> None:
-        """`acknowledge` reopens a stream's window by a number of bytes, at least 1; `widen` sets the size of the
-        connection's window.
-        """
-        self._acknowledge = acknowledge
-        self._widen = widen
+    def __init__(self, http2: Connection, limits: TransportLimits, share: MemoryShare) -> None:
+        self._http2 = http2
         self._share = share
         self._max_held = limits.max_held_bytes
         self._most = self._max_held + REFUSED_WINDOWS * limits.stream_window_bytes
@@ -177,116 +166,13 @@ class ReceiveWindows:
 
     def _fit(self, window: int) -> None:
         self._window = window
-        self._widen(window)
+        with contextlib.suppress(*AT_ITS_END):
+            self._http2.set_local_window_size(window)
 
+    def _acknowledge(self, size: int, stream: int) -> None:
+        """Reopen a stream's window by `size` bytes, at least 1.
 
-class SendBuffer:
-    """Writes at the pace of the client, and counts what has not left."""
-
-    __slots__ = (
-        "_http2", "_last_words", "_max_unsent", "_share", "_to_read", "_unread_since_s", "ending", "paused", "unsent",
-        "waiting",
-    )  # fmt: skip
-
-    def __init__(
-        self, http2: Connection, max_unsent_bytes: int, last_words: Callable[[bytes], bytes], share: MemoryShare
-    ) -> None:
-        """`last_words` maps the final bytes of a connection to the bytes to send; a client with `max_unsent_bytes` of one
-        call is slow.
+        After the connection's end it does nothing: timers, models and tasks go on for a while.
         """
-        self._http2 = http2
-        self._max_unsent = max_unsent_bytes
-        self._last_words = last_words
-        self._share = share
-        self.unsent = 0  # bytes of responses that have not left; small responses are included after the next `count`
-        self._unread_since_s: float | None = None  # start of the current measurement of reading progress
-        self._to_read = 0  # bytes left to read before the next measurement
-        self.ending: set[int] = set()  # answered before the client ended: reset after the response
-        self.waiting: dict[int, Callable[[], None]] = {}  # streaming calls with a slow client
-        self.paused = False  # the socket's buffer is full
-
-    def write(self, transport: asyncio.Transport) -> bool:
-        """Write pending data until the socket is full; returns whether there was any.
-
-        Raises:
-            NGH2Error: the connection cannot go on.
-        """
-        wrote = False
-        while True:
-            while not self.paused and (data := self._http2.data_to_send(WRITE_BYTES)):
-                transport.write(data if self._http2.want_read else self._last_words(data))
-                wrote = True
-            if self.paused or not self.ending or not self._reset_ended():
-                break
-        if self.waiting:
-            self._wake()
-        return wrote
-
-    def is_behind(self, stream: int) -> bool:
-        """Return whether the client reads a call's responses more slowly than they are produced."""
-        queued = self._http2.queued_body_size(stream)
-        return queued > self._max_unsent or (queued > 0 and self._share.is_short)
-
-    def add(self, size: int) -> bool:
-        """Count a response for libnghttp2 to send; False, uncounted, if memory does not hold it.
-
-        The only response of a connection always fits.
-        """
-        self._share.add(size)
-        if self.unsent and self._share.is_too_much:
-            self._share.add(-size)
-            return False
-        self.unsent += size
-        return True
-
-    def count(self, buffered: int, now_s: float) -> None:
-        """Update the count of unsent bytes.
-
-        Args:
-            buffered: bytes in the socket's own buffer.
-            now_s: current time on the loop's clock.
-        """
-        unsent = self._http2.queued_body_size() + buffered
-        left = self.unsent - unsent
-        self._share.add(-left)
-        self.unsent = unsent
-        if not unsent:
-            self._unread_since_s = None
-            return
-        self._to_read -= max(0, left)
-        if self._unread_since_s is None or self._to_read <= 0:
-            self._unread_since_s, self._to_read = now_s, MIN_PROGRESS_BYTES
-
-    def is_unread_since(self, before_s: float) -> bool:
-        """Return whether the client has read almost nothing since `before_s`, on the loop's clock."""
-        return self._unread_since_s is not None and self._unread_since_s < before_s
-
-    def when_read(self, stream: int, then: Callable[[], None]) -> None:
-        """Call `then` once, when a slow client has caught up."""
-        self.waiting[stream] = then
-
-    def reset_when_out(self, stream: int) -> None:
-        """Reset a stream once its response has left, because the client was still sending."""
-        self.ending.add(stream)
-
-    def closed(self, stream: int) -> None:
-        self.ending.discard(stream)
-        if self.waiting:
-            self.waiting.pop(stream, None)
-
-    def clear(self) -> None:
-        """Drop the callbacks of a closed connection."""
-        self.waiting.clear()
-
-    def _reset_ended(self) -> bool:
-        """Reset streams whose response has left; libnghttp2 would drop a queued response."""
-        out = [stream for stream in self.ending if not self._http2.queued_body_size(stream)]
-        for stream in out:
-            self.ending.discard(stream)
-            with contextlib.suppress(NGH2Error):
-                self._http2.reset_stream(stream, NO_ERROR)
-        return bool(out)
-
-    def _wake(self) -> None:
-        for stream in [s for s in self.waiting if self._http2.queued_body_size(s) <= self._max_unsent // 2]:
-            self.waiting.pop(stream)()
+        with contextlib.suppress(*AT_ITS_END):
+            self._http2.acknowledge_received_data(size, stream)

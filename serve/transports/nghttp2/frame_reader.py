@@ -6,12 +6,11 @@ DATA frame that arrives in pieces is passed on as several smaller DATA frames.
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final
 
 from ngh2.exceptions import DenialOfServiceError
 
 from halfserve.serve.transports.grpc_framing import PREFIX, PREFIX_BYTES
-from halfserve.serve.transports.nghttp2.fast_path import CallTemplate, FastPath
 from halfserve.serve.transports.nghttp2.frames import (
     CONTINUATION,
     DATA,
@@ -33,6 +32,7 @@ from halfserve.serve.transports.nghttp2.frames import (
     WINDOW_UPDATE,
     head_of,
 )
+from halfserve.serve.transports.nghttp2.session import GrpcSession
 
 FRAMES_A_TURN: Final = 512  # limit per connection and loop iteration; a call has two to four
 # Encoded header bytes that libnghttp2 decodes per iteration: one byte can be a field. A usual call has 50 to 250.
@@ -47,31 +47,27 @@ MIN_RUN_BYTES: Final = 4096  # smallest input whose frames are taken many at a t
 Bytes = bytes | memoryview
 
 
-class FrameHandler(Protocol):
-    """The owner of libnghttp2."""
-
-    def feed(self, data: Bytes) -> None: ...  # hand bytes to libnghttp2, and its events to their calls
-
-    def template_of(self, stream: int) -> CallTemplate | None:
-        """Return the template of a call that libnghttp2 just opened, if the fast path can open others like it."""
-
-    def explain(self, stream: int) -> None: ...  # answer a call whose headers make libnghttp2 reset it
-
-
 class FrameReader:
-    __slots__ = ("_block_bytes", "_calls", "_flags", "_has_more", "_left", "_max_block_bytes", "_rest", "_stream")
+    """The reader of one connection, between its fast path and its session, which owns libnghttp2."""
 
-    def __init__(self, calls: FastPath, max_block_bytes: int) -> None:
+    __slots__ = (
+        "_block_bytes", "_calls", "_flags", "_has_more", "_header_bytes", "_left", "_max_block_bytes", "_rest", "_session",
+        "_stream",
+    )  # fmt: skip
+
+    def __init__(self, session: GrpcSession, max_block_bytes: int) -> None:
         """`max_block_bytes` limits one encoded header list."""
-        self._calls = calls
+        self._session = session
+        self._calls = session.fast_path
         self._max_block_bytes = max_block_bytes
+        self._header_bytes = 0  # encoded bytes of header lists in this `read`
         self._block_bytes = 0  # size of the latest header list, which CONTINUATION may extend
         self._rest = b""  # an incomplete frame, or frames left for a later iteration
         self._has_more = False  # in _rest
         self._left = PREFACE_BYTES  # bytes missing of a frame that is passed on in pieces
         self._stream, self._flags = 0, 0  # stream and flags of that DATA frame; stream 0 if libnghttp2 gets it unchanged
 
-    def read(self, data: Bytes, handler: FrameHandler) -> bool:
+    def read(self, data: Bytes) -> bool:
         """Read received bytes.
 
         Returns:
@@ -84,7 +80,7 @@ class FrameReader:
             data, self._rest = self._rest + data, b""
         data = bytes(data) if len(data) < LARGE_BYTES else memoryview(data)
         self._has_more = False
-        at = self._frames(data, self._continue_frame(data, handler) if self._left else 0, handler)
+        at = self._frames(data, self._continue_frame(data) if self._left else 0)
         self._rest = bytes(data[at:]) if at < len(data) else b""
         return self._has_more
 
@@ -92,20 +88,17 @@ class FrameReader:
         """Buffer bytes for a later `read`."""
         self._rest += data
 
-    def _frames(self, data: Bytes, at: int, handler: FrameHandler) -> int:  # noqa: C901, PLR0912, PLR0915  (hot: function calls cost too much)
+    def _frames(self, data: Bytes, at: int) -> int:  # noqa: C901, PLR0912  (hot: the loop is one function)
         """Read frames from `at` on; returns the end of the last one."""
-        calls, feed, read_head, read_prefix = self._calls, handler.feed, HEAD.unpack_from, PREFIX.unpack_from
-        requests, templates = calls.requests, calls.templates
+        calls, feed, read_head = self._calls, self._session.feed, HEAD.unpack_from
+        templates = calls.templates
         # Declared, as compiled code would take what struct returns for objects of any type.
         head: int
         flags: int
         stream: int
-        flag: int
-        length: int
         own = data if isinstance(data, bytes) else None  # slices of bytes alone are compiled to one call
-        expecting, growing, announced, max_whole = requests.calls, requests.growing, requests.announced, requests.max_whole
         size, passed = len(data), at  # bytes from `passed` to `at` are libnghttp2's, not handed over yet
-        header_bytes = 0
+        self._header_bytes = 0
         for _ in range(FRAMES_A_TURN):
             body = at + HEAD_BYTES
             if body > size:
@@ -114,66 +107,34 @@ class FrameReader:
             stream &= MAX_STREAM  # without the reserved bit
             end = body + (head >> 8)
             kind = head & 0xFF
-            is_ours = False
             if kind == DATA:
-                call = expecting.get(stream) if flags == END_STREAM and end <= size and end - body >= PREFIX_BYTES else None
-                flag, length = read_prefix(data, body) if call is not None else (1, 0)
-                if (
-                    call is not None
-                    and not flag
-                    and length == end - body - PREFIX_BYTES
-                    and end - body <= max_whole
-                    and not (growing and stream in growing)
-                    and (not announced or announced.get(stream, end - body) == end - body)
-                ):
-                    requests.owed += end - body
-                    if announced:
-                        announced.pop(stream, None)
-                    del expecting[stream]
-                    at_message = body + PREFIX_BYTES
-                    call.take(bytes(data[at_message:end]) if own is None else own[at_message:end])
-                    is_ours = True
-                else:
-                    is_ours = self._data(data, body, end, flags, stream)
-                    if is_ours and not flags and end - body >= MIN_RUN_BYTES and end < size and stream in growing:
-                        end = requests.take_run(stream, data, end, bytes(data[at:body]))
-            elif end > size or calls.is_over:
-                if kind in HEADER_FRAMES:
-                    header_bytes += self._count(kind, end - body, is_read=end <= size or calls.is_over)
-            elif head == WINDOW_UPDATE_HEAD:
-                is_ours = calls.open_window(stream, NUMBER.unpack_from(data, body)[0])
-            elif kind == HEADERS:
+                is_ours = self._whole_request(data, body, end, flags, stream)
+                if not is_ours and (taken := self._data(data, at, end, flags, stream)):
+                    is_ours, end = True, taken
+            elif kind == HEADERS and end <= size and not calls.is_over:
                 block = bytes(data[body:end]) if own is None else own[body:end]
                 template = templates.get(block)
-                if flags != END_HEADERS or template is None or not calls.begin(stream, template):
-                    header_bytes += self._count(kind, end - body)
-                    self._headers(data[passed:end], flags, stream, block, handler)
-                    passed = at = end
-                    if header_bytes > HEADER_BYTES_A_TURN:
-                        self._has_more = True
-                        break
-                    continue
-                is_ours = True
-            elif head == RST_STREAM_HEAD:
-                is_ours = calls.reset(stream)
-            elif kind == GOAWAY:  # libnghttp2 must see every call before it ends the connection
-                calls.retire()
-            elif kind in HINTS:  # libnghttp2 would store them for streams that it never sees
-                is_ours = kind != PRIORITY_FRAME or end - body == PRIORITY_BYTES  # libnghttp2 rejects other lengths
+                is_ours = flags == END_HEADERS and template is not None and calls.begin(stream, template)
+                if not is_ours:
+                    self._count(kind, end - body)
+                    self._headers(data[passed:end], flags, stream, block)
+                    passed = end
+            else:
+                is_ours = self._other_frame(data, body, end, head, stream)
             if is_ours:
                 if passed < at:
                     feed(data[passed:at])
                 passed = at = min(end, size)
             elif end <= size:
                 at = end
-                if header_bytes > HEADER_BYTES_A_TURN:
+                if self._header_bytes > HEADER_BYTES_A_TURN:
                     self._has_more = True
                     break
             elif kind != DATA and end - body <= MAX_WAIT_BYTES and not calls.is_over:
                 break
             else:
                 feed(data[passed:at])
-                self._begin(data[at:], kind, flags, stream, handler)
+                self._begin(data[at:], kind, flags, stream)
                 self._left = end - size
                 passed = at = size
         else:
@@ -182,8 +143,50 @@ class FrameReader:
             feed(data[passed:at])
         return at
 
-    def _count(self, kind: int, size: int, *, is_read: bool = True) -> int:
-        """Count `size` bytes of a header list and return them; without `is_read` they will be counted again.
+    def _whole_request(self, data: Bytes, body: int, end: int, flags: int, stream: int) -> bool:
+        """Take a DATA frame that is the whole request of a fast-path call; False, with nothing taken, for any other."""
+        size = end - body
+        if flags != END_STREAM or end > len(data) or size < PREFIX_BYTES:
+            return False
+        requests = self._calls.requests
+        call = requests.calls.get(stream)
+        if call is None or size > requests.max_whole or stream in requests.growing:
+            return False
+        flag: int
+        length: int
+        flag, length = PREFIX.unpack_from(data, body)
+        if flag or length != size - PREFIX_BYTES:
+            return False
+        announced = requests.announced
+        if announced and announced.get(stream, size) != size:
+            return False
+        requests.owed += size
+        if announced:
+            announced.pop(stream, None)
+        del requests.calls[stream]
+        at = body + PREFIX_BYTES
+        call.take(data[at:end] if isinstance(data, bytes) else bytes(data[at:end]))  # a slice of bytes is compiled to one call
+        return True
+
+    def _other_frame(self, data: Bytes, body: int, end: int, head: int, stream: int) -> bool:
+        """Read a frame that opens no fast-path call and has no request; False if it belongs to libnghttp2."""
+        calls, kind = self._calls, head & 0xFF
+        if calls.is_over or end > len(data):
+            if kind in HEADER_FRAMES:
+                self._count(kind, end - body, is_read=calls.is_over or end <= len(data))
+            return False
+        if head == WINDOW_UPDATE_HEAD:
+            return calls.open_window(stream, NUMBER.unpack_from(data, body)[0])
+        if head == RST_STREAM_HEAD:
+            return calls.reset(stream)
+        if kind == GOAWAY:  # libnghttp2 must see every call before it ends the connection
+            calls.retire()
+            return False
+        # libnghttp2 would store hints for streams that it never sees; it rejects priorities of other lengths.
+        return kind in HINTS and (kind != PRIORITY_FRAME or end - body == PRIORITY_BYTES)
+
+    def _count(self, kind: int, size: int, *, is_read: bool = True) -> None:
+        """Count `size` bytes of a header list; without `is_read` they will be counted again.
 
         Raises:
             DenialOfServiceError: the list is too long.
@@ -193,58 +196,65 @@ class FrameReader:
             raise DenialOfServiceError(f"a list of headers takes more than {self._max_block_bytes} bytes as it is sent")
         if is_read:
             self._block_bytes = block_bytes
-        return size
+        self._header_bytes += size
 
-    def _headers(self, data: Bytes, flags: int, stream: int, block: bytes, handler: FrameHandler) -> None:
+    def _headers(self, data: Bytes, flags: int, stream: int, block: bytes) -> None:
         """Hand libnghttp2 bytes that end with a HEADERS frame."""
         is_new = self._calls.make_way(stream, flags)
-        handler.feed(data)
-        self._calls.learn(flags, block, handler.template_of(stream) if is_new else None)
+        self._session.feed(data)
+        self._calls.learn(flags, block, self._session.template_of(stream) if is_new else None)
         if is_new and flags & END_HEADERS:
-            handler.explain(stream)
+            self._session.explain(stream)
 
-    def _data(self, data: Bytes, body: int, end: int, flags: int, stream: int) -> bool:
-        """Read as much of a DATA frame as is there; False if it belongs to libnghttp2."""
-        calls, size = self._calls, len(data)
+    def _data(self, data: Bytes, at: int, end: int, flags: int, stream: int) -> int:
+        """Take as much of the DATA frame at `at` as is there, and the frames like it that follow.
+
+        Returns:
+            The end of the last frame; 0, with nothing taken, if the frame belongs to libnghttp2.
+        """
+        calls, size, body = self._calls, len(data), at + HEAD_BYTES
         if stream in calls.requests.calls:
             if flags & ~END_STREAM or end - body > FRAME_BYTES:
                 calls.retire()
-                return False
-        elif stream in calls.granted:  # the call has ended
+                return 0
+        elif calls.has_unanswered(stream):  # the request is complete: the client breaks the protocol
             calls.retire()
-            return False
-        elif not calls.http2_latest < stream <= calls.latest:
-            return False
-        is_ours = calls.take(stream, data[body:end], is_last=end <= size and bool(flags & END_STREAM))
-        if is_ours and end > size:
+            return 0
+        elif not calls.owns(stream):
+            return 0
+        if not calls.take(stream, data[body:end], is_last=end <= size and bool(flags & END_STREAM)):
+            return 0
+        if end > size:
             self._left, self._stream, self._flags = end - size, stream, flags
-        return is_ours
+        elif not flags and end - body >= MIN_RUN_BYTES and end < size and stream in calls.requests.growing:
+            return calls.requests.take_run(stream, data, end, bytes(data[at:body]))
+        return end
 
-    def _begin(self, data: Bytes, kind: int, flags: int, stream: int, handler: FrameHandler) -> None:
+    def _begin(self, data: Bytes, kind: int, flags: int, stream: int) -> None:
         """Pass on the beginning of a frame for libnghttp2 that is too large to buffer."""
         if kind == DATA and not flags & PADDED and HEAD.unpack_from(data)[0] >> 8 <= FRAME_BYTES:
             self._stream, self._flags = stream, flags
-            self._pass_on(data[HEAD_BYTES:], 0, handler)
+            self._pass_on(data[HEAD_BYTES:], 0)
         else:
             self._calls.retire()
             self._stream = 0
-            handler.feed(data)
+            self._session.feed(data)
 
-    def _continue_frame(self, data: Bytes, handler: FrameHandler) -> int:
+    def _continue_frame(self, data: Bytes) -> int:
         """Pass on more of a frame that arrives in pieces; returns the number of bytes used."""
         piece = data[: self._left]
         self._left -= len(piece)
         flags = 0 if self._left else self._flags
         calls, stream = self._calls, self._stream
         if not stream:
-            handler.feed(piece)
-        elif not calls.http2_latest < stream <= calls.latest or not calls.take(stream, piece, is_last=bool(flags & END_STREAM)):
-            self._pass_on(piece, flags, handler)
+            self._session.feed(piece)
+        elif not calls.owns(stream) or not calls.take(stream, piece, is_last=bool(flags & END_STREAM)):
+            self._pass_on(piece, flags)
         return len(piece)
 
-    def _pass_on(self, piece: Bytes, flags: int, handler: FrameHandler) -> None:
-        handler.feed(head_of(DATA, flags, self._stream, len(piece)))
-        handler.feed(piece)
+    def _pass_on(self, piece: Bytes, flags: int) -> None:
+        self._session.feed(head_of(DATA, flags, self._stream, len(piece)))
+        self._session.feed(piece)
 
 
 class DiscardingReader:
@@ -252,7 +262,7 @@ class DiscardingReader:
 
     __slots__ = ()
 
-    def read(self, data: Bytes, handler: FrameHandler) -> bool:  # noqa: ARG002  (the signature is FrameReader's)
+    def read(self, data: Bytes) -> bool:  # noqa: ARG002  (the signature is FrameReader's)
         return False
 
     def keep(self, data: Bytes) -> None: ...

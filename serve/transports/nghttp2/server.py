@@ -75,9 +75,10 @@ class Nghttp2Server:
         self._time_limits = TimeLimits(self._limits, self._connections, self.budget)
         self._busy_poll: BusyPoll | None = None  # once it listens
         self._broken_log, self._unread_log = LogThrottle(logger.info), LogThrottle(logger.warning)
-        service.count_connections(
-            lambda: len(self._connections), lambda: sum(connection.calls for connection in self._connections)
-        )
+        figures = service.core.figures
+        figures.gauge("halfserve_connections", "Open gRPC connections", lambda: len(self._connections))
+        calls = "gRPC calls in flight, streams included"
+        figures.gauge("halfserve_calls", calls, lambda: sum(connection.session.calls for connection in self._connections))
 
     async def start(self) -> int:
         """Listen, and return the port.
@@ -127,7 +128,7 @@ class Nghttp2Server:
             connection.go_away()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self._until(lambda: not any(connection.calls for connection in self._connections))
+                await self._until(lambda: not any(connection.session.calls for connection in self._connections))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._leave_by_s):
                 await self._until(lambda: not any(connection.has_unsent for connection in self._connections))
@@ -177,7 +178,7 @@ class Nghttp2Server:
     def _reroute(self) -> None:
         """Drop cached routes: permissions have changed."""
         for connection in self._connections:
-            connection.reroute()
+            connection.session.reroute()
 
     async def _until(self, reached: Callable[[], bool]) -> None:
         """Wait until `reached()`, evaluated whenever a connection has written or ended."""
@@ -224,10 +225,10 @@ class TimeLimits:
         self.look_later(loop)
 
     def _check(self, connection: GrpcConnection, now: float) -> None:
-        limits = self._limits
-        age_s, silent_s = now - connection.opened_s, now - connection.heard_s
-        unanswered_s = 0.0 if connection.pinged_s is None else now - connection.pinged_s
-        strange = not connection.greeted and age_s > limits.handshake_s
+        limits, session = self._limits, connection.session
+        age_s, silent_s = now - connection.opened_s, now - session.heard_s
+        unanswered_s = 0.0 if session.pinged_s is None else now - session.pinged_s
+        strange = not session.greeted and age_s > limits.handshake_s
         outlived_s = 0.0 if limits.max_age_s is None else age_s - limits.max_age_s
         if strange or unanswered_s > limits.keepalive_timeout_s or outlived_s > limits.max_age_grace_s:
             connection.abort()
@@ -236,9 +237,9 @@ class TimeLimits:
             connection.go_away()
         elif outlived_s > 0:
             connection.give_notice()
-        if silent_s > limits.keepalive_s and connection.pinged_s is None:
+        if silent_s > limits.keepalive_s and session.pinged_s is None:
             connection.ping()
-        connection.give_up_stalled(now - limits.stall_s)
+        session.give_up_stalled(now - limits.stall_s)
         connection.give_up_unread(now)
 
 

@@ -6,10 +6,9 @@ Independent of sockets and time: bytes enter through `feed` and leave when the c
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, ParamSpec, cast
+from typing import Final, cast
 
 from ngh2 import (
     Connection,
@@ -27,11 +26,11 @@ from ngh2 import (
     TrailersReceived,
     WindowUpdated,
 )
-from ngh2.exceptions import ConnectionClosingError, ConnectionStateError, DenialOfServiceError, NGH2Error
+from ngh2.exceptions import DenialOfServiceError, NGH2Error
 
 from halfserve.serve.engine.errors import InvalidArgumentError, RateLimitedError
 from halfserve.serve.protocol.status import Status, status_of
-from halfserve.serve.security.memory_budget import MemoryBudget
+from halfserve.serve.security.memory_budget import MemoryShare
 from halfserve.serve.transports.grpc_framing import (
     LARGE_MESSAGE_BYTES,
     OK_TRAILERS,
@@ -45,8 +44,10 @@ from halfserve.serve.transports.grpc_framing import (
 )
 from halfserve.serve.transports.nghttp2.fairness import MessageQuota, TransportLimits, configuration, greeting
 from halfserve.serve.transports.nghttp2.fast_path import CONTENT_LENGTH, CallTemplate, FastPath
-from halfserve.serve.transports.nghttp2.flow_control import ReceiveWindows, SendBuffer
+from halfserve.serve.transports.nghttp2.flow_control import AT_ITS_END, ReceiveWindows
+from halfserve.serve.transports.nghttp2.frames import ENHANCE_YOUR_CALM
 from halfserve.serve.transports.nghttp2.pending_requests import Call, UnaryCall
+from halfserve.serve.transports.nghttp2.wire import LOST, SessionOwner, Wire
 
 STREAM_GONE: Final = (StreamClosed, StreamReset)
 TOO_MUCH: Final = "too much of large requests has come at once on this connection; send fewer at a time"
@@ -62,113 +63,103 @@ WRONG_HEADERS: Final = (
     "with a space"
 )
 NOTICE: Final = b"elsewhen"  # payload of the ping whose answer shows that the client has read the notice; eight bytes
-AT_ITS_END: Final = (ConnectionStateError, ConnectionClosingError)  # raised by libnghttp2 after a connection's end
 CANNOT_BE_ANSWERED: Final = (StreamProtocolError, *AT_ITS_END)
 
-Asked = ParamSpec("Asked")
 OpenCall = Callable[["GrpcSession", int], Call]
 Route = Callable[[Sequence[Header], "GrpcSession"], OpenCall]
 
 
-def unless_ended(ask: Callable[Asked, None]) -> Callable[Asked, None]:
-    """Ignore libnghttp2's refusal after the end of a connection: timers, models and tasks go on for a while."""
+class GrpcSession:
+    """The calls of one connection, and libnghttp2's side of it.
 
-    def asked(*args: Asked.args, **named: Asked.kwargs) -> None:
-        with contextlib.suppress(*AT_ITS_END):
-            ask(*args, **named)
+    Attributes:
+        heard_s: when the client last sent something, on the loop's clock.
+        pinged_s: when an unanswered ping was sent; None without one.
+        greeted: whether the client has sent its settings.
+        has_ended: whether the connection was ended, by either side, with GOAWAY.
+        wire, fast_path: the parts that the calls share with their connection.
+    """
 
-    return asked
-
-
-class GrpcSession(ABC):
-    """The calls of one connection."""
-
-    heard_s: float  # when the client last sent something, on the loop's clock
-    pinged_s: float | None = None  # when an unanswered ping was sent
-    greeted = False  # whether the client has sent its settings
-
-    def __init__(self, route: Route, limits: TransportLimits, budget: MemoryBudget) -> None:
+    def __init__(self, owner: SessionOwner, route: Route, limits: TransportLimits, share: MemoryShare) -> None:
+        """Make a session without calls; `share` counts the memory of its calls."""
+        self._owner = owner
         self._route = route
+        self.heard_s = 0.0
+        self.pinged_s: float | None = None
+        self.greeted = self.has_ended = False
         self.limits = limits
-        self.share = budget.share(is_known=False, press=self._shed_calls, go_on=self._resume_oldest)
+        self.share = share
         self.quota = MessageQuota()
         self._headers: tuple[Header, ...] = ()  # headers of the latest call, mostly repeated by the next
         self._open_call: OpenCall | None = None  # for these headers
-        self._http2 = Connection(Role.SERVER, configuration(limits))
+        self.http2 = Connection(Role.SERVER, configuration(limits))
         self._calls: dict[int, Call] = {}
-        acknowledge = unless_ended(self._http2.acknowledge_received_data)
-        self._windows = ReceiveWindows(acknowledge, unless_ended(self._http2.set_local_window_size), limits, self.share)
-        self._fast_path = FastPath(self._http2, self._calls, self._windows, limits, self.share)
-        self._send_buffer = SendBuffer(self._http2, limits.max_unsent_bytes, self._fast_path.last_words, self.share)
+        self._windows = ReceiveWindows(self.http2, limits, share)
+        self.fast_path = FastPath(self.http2, self._calls, self._windows, limits, share)
+        self.wire = Wire(self.http2, limits.max_unsent_bytes, self.fast_path.last_words, share)
         self._counted_calls = 0  # calls in flight as reported to `share`
         self._latest_valid = 0  # the latest stream with valid headers
         self._refused = 0  # calls that `max_refused` counts
-        self._closing = False
         self._has_fed = False  # libnghttp2 has read something since the latest bytes came
 
     @property
-    @abstractmethod
     def peer(self) -> str:
         """The client's address."""
+        return self.wire.peer
 
     @property
     def calls(self) -> int:
-        """In flight."""
+        """Number of calls in flight."""
         return len(self._calls)
 
-    @abstractmethod
-    def _flush_soon(self, *, is_last: bool = False) -> None:
-        """Have pending data written at the end of this loop iteration; at once if the last call in flight was answered."""
-
-    @abstractmethod
-    def _notice_read(self) -> None:
-        """Go on with the shutdown: the client has read the notice, and its earlier calls have arrived."""
-
-    @abstractmethod
-    def _too_much(self) -> None:
-        """Take no new calls: the client sends too many that are refused."""
+    @property
+    def has_news(self) -> bool:
+        """Whether a flush may have something to do."""
+        return self._has_fed or len(self._calls) >= FREE_CALLS or self.fast_path.has_news
 
     def greet(self) -> None:
         """Send SETTINGS."""
-        self._http2.initiate_connection(greeting(self.limits))
+        self.http2.initiate_connection(greeting(self.limits))
 
     def reroute(self) -> None:
         """Drop cached routes."""
         self._open_call = None
-        self._fast_path.templates.clear()
+        self.fast_path.templates.clear()
 
     def give_up_stalled(self, before_s: float) -> None:
         """End calls whose unfinished message has not grown since `before_s`, on the loop's clock."""
         for call in list(self._calls.values()):
             call.give_up_stalled(before_s)
 
-    def _count_calls(self) -> None:
-        """Count the memory of the calls themselves."""
+    def count_calls(self) -> bool:
+        """Count the memory of the calls themselves; returns whether it is too much."""
         calls = len(self._calls) // FREE_CALLS * FREE_CALLS
+        if calls == self._counted_calls == 0:
+            return False
         self.share.add((calls - self._counted_calls) * CALL_BYTES)
         self._counted_calls = calls
-        if self.share.is_too_much:
-            self._shed_calls()
+        return self.share.is_too_much
 
-    def _shed_calls(self) -> None:
+    def shed_calls(self) -> None:
         """Give up the latest calls, as far as this connection exceeds its share of an exhausted budget."""
         for call in reversed(list(self._calls.values())):
             if not self.share.excess:
                 return
             call.give_up(_full())
 
-    def _resume_oldest(self) -> None:
+    def resume_oldest(self) -> None:
         """Continue the message that waited for memory."""
         self._windows.resume_oldest()
-        self._flush_soon()
+        self._owner.flush_soon()
 
-    def _end_all(self) -> None:
+    def end_all(self) -> None:
         """Cancel every call in flight."""
         for call in list(self._calls.values()):
             call.gone()
         self._calls.clear()
-        self._fast_path.clear()
-        self._send_buffer.clear()
+        self._owner = LOST
+        self.fast_path.clear()
+        self.wire.clear()
         self.share.close()
 
     # Frame handler
@@ -176,11 +167,23 @@ class GrpcSession(ABC):
     def feed(self, data: bytes | memoryview) -> None:
         """Hand frames to libnghttp2, and its events to their calls."""
         self._has_fed = True
-        self._http2.receive_data(data)
-        self._take_events()
+        self.http2.receive_data(data)
+        self.take_events()
 
-    def _take_events(self) -> None:
-        for event in self._http2.events():
+    def heard(self, now_s: float) -> None:
+        """Note that bytes came."""
+        self.heard_s = now_s
+        self._has_fed = False
+
+    def end_closed(self) -> None:
+        """End the calls whose streams libnghttp2 closed while it took them over."""
+        closed = self.fast_path.closed
+        while closed:
+            self._stream_gone(closed.pop())
+
+    def take_events(self) -> None:
+        """Hand libnghttp2's events to their calls."""
+        for event in self.http2.events():
             if isinstance(event, DataReceived):
                 self._data(event)
             elif isinstance(event, RequestReceived):
@@ -211,23 +214,23 @@ class GrpcSession(ABC):
         if stream <= self._latest_valid:
             return
         try:
-            self._http2.stream_remote_window_size(stream)
+            self.http2.stream_remote_window_size(stream)
         except NGH2Error:  # no such stream: too many streams, or the connection ends
             return
-        self._fast_path.explain(stream, trailers_of(status_of(InvalidArgumentError(WRONG_HEADERS))))
+        self.fast_path.explain(stream, trailers_of(status_of(InvalidArgumentError(WRONG_HEADERS))))
 
     # For calls
 
     def answer(self, stream: int, message: bytes) -> None:
         """Send the only response of a call, with status OK."""
-        if stream in self._fast_path.granted and self._fast_path.answer(stream, message):
-            self._flush_soon(is_last=not self._calls)
+        if self.fast_path.answer(stream, message):
+            self._owner.flush_soon(is_last=not self._calls)
             return
         if self._forget(stream) is None:
             return
-        http2 = self._http2
+        http2 = self.http2
         try:
-            if self._send_buffer.add(len(message)):
+            if self.wire.add(len(message)):
                 http2.send_response(stream, RESPONSE)
                 self._send_message(stream, message)
                 http2.send_trailers(stream, OK_TRAILERS)
@@ -235,7 +238,7 @@ class GrpcSession(ABC):
                 http2.send_response(stream, RESPONSE + trailers_of(status_of(_unread())), end_stream=True)
         except CANNOT_BE_ANSWERED:
             pass  # reset by the client in this iteration, or the connection is ending
-        self._flush_soon()
+        self._owner.flush_soon()
 
     def check_room(self, stream: int) -> None:
         """Check that a call's message may be kept until its response.
@@ -254,55 +257,53 @@ class GrpcSession(ABC):
         """Send the response headers of a streaming call."""
         if stream in self._calls:
             with contextlib.suppress(*CANNOT_BE_ANSWERED):
-                self._http2.send_response(stream, RESPONSE)
-            self._flush_soon()
+                self.http2.send_response(stream, RESPONSE)
+            self._owner.flush_soon()
 
     def send(self, stream: int, message: bytes) -> None:
         """Send one message of a streaming call."""
         call = self._calls.get(stream)
-        if call is not None and not self._send_buffer.add(len(message)):
+        if call is not None and not self.wire.add(len(message)):
             call.give_up(_unread())
         elif call is not None:
             with contextlib.suppress(*CANNOT_BE_ANSWERED):
                 self._send_message(stream, message)
-            self._flush_soon()
+            self._owner.flush_soon()
 
     def _send_message(self, stream: int, message: bytes) -> None:
         """Have libnghttp2 send a message with its prefix."""
         if len(message) < LARGE_MESSAGE_BYTES:
-            self._http2.send_data(stream, frame(message))
+            self.http2.send_data(stream, frame(message))
         else:
-            self._http2.send_data(stream, PREFIX.pack(0, len(message)))
-            self._http2.send_data(stream, message)
+            self.http2.send_data(stream, PREFIX.pack(0, len(message)))
+            self.http2.send_data(stream, message)
 
     def is_behind(self, stream: int) -> bool:
         """Return whether the client reads a call's responses more slowly than they are produced."""
-        return stream in self._calls and self._send_buffer.is_behind(stream)
+        return stream in self._calls and self.wire.is_behind(stream)
 
     def when_read(self, stream: int, then: Callable[[], None]) -> None:
         """Call `then` once, when a slow client has caught up or gone."""
-        self._send_buffer.when_read(stream, then)
+        self.wire.when_read(stream, then)
 
     def finish(self, stream: int, *, ended: bool) -> None:
         """End a streaming call with status OK; `ended`: the client has ended its side."""
-        self._end(stream, lambda: self._http2.send_trailers(stream, OK_TRAILERS), ended=ended)
+        self._end(stream, OK_TRAILERS, ended=ended, headers_sent=True)
 
     def fail(self, stream: int, status: Status, *, ended: bool, headers_sent: bool = False) -> None:
         """End a call with a status; `headers_sent`: its response headers have left, `ended`: the client has ended its side."""
         trailers = trailers_of(status)
-        if stream in self._fast_path.granted and self._fast_path.fail(stream, trailers, ended=ended):
-            self._flush_soon()
-        elif headers_sent:
-            self._end(stream, lambda: self._http2.send_trailers(stream, trailers), ended=ended)
+        if self.fast_path.fail(stream, trailers, ended=ended):
+            self._owner.flush_soon()
         else:
-            self._end(stream, lambda: self._http2.send_response(stream, RESPONSE + trailers, end_stream=True), ended=ended)
+            self._end(stream, trailers, ended=ended, headers_sent=headers_sent)
 
     def give_back(self, stream: int, size: int) -> None:
         """Acknowledge `size` bytes that `receive` withheld, unless other messages come first."""
         call = self._calls.get(stream)
         if call is None or not self._windows.must_wait(stream, call.held_bytes):
             self._windows.give_back(stream, size)
-        self._flush_soon()
+        self._owner.flush_soon()
 
     # Events of libnghttp2
 
@@ -315,7 +316,7 @@ class GrpcSession(ABC):
             if refused is not None:
                 self._refuse(stream, refused, ended=event.end_stream)
                 if too_large is not None and self._refused_again():
-                    self._too_much()
+                    self._owner.go_away_soon(ENHANCE_YOUR_CALM)
                 return
             was_known = self.share.is_known
             open_call = self._route(headers, self)
@@ -343,9 +344,9 @@ class GrpcSession(ABC):
     def _refuse(self, stream: int, headers: Headers, *, ended: bool) -> None:
         """Answer a call that is not opened."""
         with contextlib.suppress(*CANNOT_BE_ANSWERED):
-            self._http2.send_response(stream, headers, end_stream=True)
+            self.http2.send_response(stream, headers, end_stream=True)
         if not ended:
-            self._send_buffer.reset_when_out(stream)
+            self.wire.reset_when_out(stream)
 
     def _data(self, event: DataReceived) -> None:
         stream, data = event.stream_id, event.data
@@ -370,7 +371,7 @@ class GrpcSession(ABC):
         return self._calls.pop(stream, None)
 
     def _stream_gone(self, stream: int) -> None:
-        self._send_buffer.closed(stream)
+        self.wire.closed(stream)
         self._windows.closed(stream)
         call = self._calls.pop(stream, None)
         if call is not None:
@@ -379,24 +380,27 @@ class GrpcSession(ABC):
     def _connection_event(self, event: Event) -> None:
         if isinstance(event, SettingsReceived):
             self.greeted = True
-            self._fast_path.settings(event.settings)
+            self.fast_path.settings(event.settings)
         elif isinstance(event, PingAcknowledged):
             self.pinged_s = None
             if event.opaque_data == NOTICE:
-                self._notice_read()
+                self._owner.go_away_soon()  # its earlier calls have arrived
         elif isinstance(event, ConnectionClosed):
-            self._closing = True
+            self.has_ended = True
 
-    def _end(self, stream: int, send: Callable[[], None], *, ended: bool) -> None:
+    def _end(self, stream: int, trailers: Headers, *, ended: bool, headers_sent: bool) -> None:
         if self._forget(stream) is None:
             return
         try:
-            send()
+            if headers_sent:
+                self.http2.send_trailers(stream, trailers)
+            else:
+                self.http2.send_response(stream, RESPONSE + trailers, end_stream=True)
         except CANNOT_BE_ANSWERED:
             return
         if not ended:
-            self._send_buffer.reset_when_out(stream)
-        self._flush_soon()
+            self.wire.reset_when_out(stream)
+        self._owner.flush_soon()
 
 
 def _full() -> RateLimitedError:

@@ -22,7 +22,7 @@ from halfserve.export.half_types import HalfName, TargetDevice
 from halfserve.export.onnx_files.proto_graphs import typed_graphs
 from halfserve.export.onnx_fp16.convert import convert_float_to_float16
 from halfserve.export.placement.cuda_kernels import predict_cuda
-from halfserve.serve.backends.onnx_runtime.cuda_placement import floats_on_cpu
+from halfserve.serve.backends.onnx_runtime.cuda_errors import floats_on_cpu
 from halfserve.serve.backends.onnx_runtime.session import RECORD_ENTRY
 from halfserve.serve.engine.backend import DevicePlacement
 from tests.export.conversions.cases import cases

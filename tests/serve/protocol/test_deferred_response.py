@@ -18,7 +18,7 @@ from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError
 from halfserve.serve.engine.execution.output_backlog import BACKLOG, LARGE_BYTES, MOST_BYTES
 from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
 from halfserve.serve.engine.tensors import Array, Tensors
-from halfserve.serve.protocol.deferred_response import MANY_TEXTS, WRITERS, DeferredResponse
+from halfserve.serve.protocol.large_bytes import MANY_TEXTS, WRITERS, DeferredResponse
 from halfserve.serve.protocol.raw_tensors import to_raw
 from halfserve.serve.protocol.service import INFER_PATH
 from tests.models import save_model

@@ -11,9 +11,8 @@ from hypothesis.extra import numpy as hnp
 from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 from halfserve.serve.engine.errors import InvalidArgumentError, UnsupportedError
 from halfserve.serve.engine.requests import RemarkedAnswer
-from halfserve.serve.protocol.classification import MANY_CLASSES, MAX_NAMED, classify
 from halfserve.serve.protocol.codec import RequestedOutput, requested_names, special_outputs
-from halfserve.serve.protocol.request_cache import ResponseTemplates, parameters_of
+from halfserve.serve.protocol.request_cache import MANY_CLASSES, MAX_NAMED, ResponseTemplates, classify, parameters_of
 from halfserve.serve.protocol.shared_memory import SharedMemory
 from tests.serve.protocol.test_codec import OFF, TWO, model
 

@@ -17,7 +17,7 @@ from tritonclient.utils import InferenceServerException
 from halfserve.serve.backends.onnx_runtime.request_errors import IndexRange, RequestErrors, index_ranges
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.errors import BackendError, InvalidArgumentError
-from halfserve.serve.engine.execution.failure_log import EVERY_S, FailureLog
+from halfserve.serve.engine.execution.tensor_runner import EVERY_S, FailureLog
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.results import Answered, Failed
 from tests.models import save_model, save_picky

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfserve.serve.engine.dispatch.free_instances import AHEAD_S
+from halfserve.serve.engine.dispatch.dispatcher import AHEAD_S
 from halfserve.serve.engine.dispatch.short_batches import SHORT_S
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.inference_core import InferenceCore

@@ -26,7 +26,7 @@ from halfserve.serve.engine.execution.assembly import (
 )
 from halfserve.serve.engine.execution.batch import run_batch
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
-from halfserve.serve.engine.execution.request_batch import run_requests
+from halfserve.serve.engine.execution.runners import run_requests
 from halfserve.serve.engine.requests import CUT_BYTES, Answer, BatchOutputs, InferRequest
 from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.tensors import Array, DeviceBytes, LateArray, LateInputs, RawInput, RawInputs, RawLayout, Tensors

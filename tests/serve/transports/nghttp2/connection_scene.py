@@ -173,7 +173,7 @@ class Scene:
     @property
     def untold(self) -> list[int]:
         """Streams of the calls in flight that libnghttp2 does not know of."""
-        return list(self.connection._fast_path.granted)
+        return list(self.connection._fast_path._granted)
 
     @property
     def block(self) -> bytes:
@@ -231,12 +231,12 @@ class Scene:
 
     def answer(self, stream: int, more: bytes = b"") -> None:
         """Answer a call with its request and some bytes more."""
-        self.connection.answer(stream, self.waiting.pop(stream) + more)
+        self.connection.session.answer(stream, self.waiting.pop(stream) + more)
 
     def fail(self, stream: int, text: str, *, ended: bool = True) -> None:
         """End a call with a status."""
         self.waiting.pop(stream, None)
-        self.connection.fail(stream, Status(13, text), ended=ended)
+        self.connection.session.fail(stream, Status(13, text), ended=ended)
 
     def answered(self, stream: int) -> list[bytes] | None:
         """The messages that came, where the call has ended well; None where it has not ended."""

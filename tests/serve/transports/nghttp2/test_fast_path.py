@@ -158,12 +158,12 @@ async def test_what_libnghttp2_is_done_with_is_not_kept_where_it_says_so_as_call
     scene.push()
     untold = scene.call(frame(b"x"))
     scene.push()
-    scene.connection.fail(told, Status(13, "early"), ended=True)
+    scene.connection.session.fail(told, Status(13, "early"), ended=True)
     scene.connection.go_away()
     scene.answer(untold)
     await scene.exchange()
     assert (scene.status(told), scene.answered(untold)) == (13, [b"x"])
-    assert not scene.connection.calls
+    assert not scene.connection.session.calls
     assert not scene.connection._fast_path.closed
 
 
@@ -214,7 +214,7 @@ async def test_a_connections_end_is_the_end_of_its_calls() -> None:
     scene.send(begin(scene) + data(frame(b"x")))
     scene.connection.connection_lost(None)
     assert scene.gone == [FIRST]
-    scene.connection.answer(FIRST, b"too late")
+    scene.connection.session.answer(FIRST, b"too late")
     assert scene.frames() == []
 
 
@@ -281,7 +281,7 @@ async def test_what_is_not_is_reset_and_the_connection_goes_on(frames: list[byte
     scene.send(raw(HEADERS, END_HEADERS, FIRST + 2, block) + data(WHOLE, stream=FIRST + 2))
     scene.answer(FIRST + 2)
     assert ends(scene) == [("answered", FIRST + 2)]
-    assert scene.connection.calls == 0
+    assert scene.connection.session.calls == 0
 
 
 @on_a_loop

@@ -15,7 +15,8 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from halfserve.serve.transports.grpc_framing import OK_TRAILERS, RESPONSE, MessageReader, frame
 from halfserve.serve.transports.nghttp2.fairness import MESSAGES_A_TURN, TransportLimits
-from halfserve.serve.transports.nghttp2.flow_control import REFUSED_WINDOWS, ReceiveWindows, SendBuffer
+from halfserve.serve.transports.nghttp2.flow_control import REFUSED_WINDOWS, ReceiveWindows
+from halfserve.serve.transports.nghttp2.wire import Wire
 from tests.serve.running_server import RunningServer
 from tests.serve.transports.nghttp2.http2_peer import (
     INFER,
@@ -43,7 +44,8 @@ class Client(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.windows = ReceiveWindows(self.acknowledge, self.widen, LIMITS, MemoryBudget(DEFAULT_BYTES).share(is_known=True))
+        http2 = cast("Connection", self)  # its two methods that open windows
+        self.windows = ReceiveWindows(http2, LIMITS, MemoryBudget(DEFAULT_BYTES).share(is_known=True))
         self.width = self.may_send = 65_535
         self.not_told = 0
         self.windows.open(CONNECTION_WINDOW)
@@ -56,7 +58,7 @@ class Client(RuleBasedStateMachine):
         self.received = self.acknowledged = 0
         self.streams = 0
 
-    def acknowledge(self, size: int, stream: int) -> None:
+    def acknowledge_received_data(self, size: int, stream: int) -> None:
         assert size > 0
         self.acknowledged += size
         self.not_told_of[stream] += size
@@ -65,7 +67,7 @@ class Client(RuleBasedStateMachine):
         self.not_told += size
         self.tell()
 
-    def widen(self, width: int) -> None:
+    def set_local_window_size(self, width: int) -> None:
         self.may_send += width - self.width
         self.width = width
         self.tell()
@@ -167,7 +169,7 @@ TestReceiveWindows = Client.TestCase
 TestReceiveWindows.settings = settings(max_examples=100, stateful_step_count=50)
 
 
-class Wire(asyncio.Transport):
+class Written(asyncio.Transport):
     """Keeps what is written."""
 
     def __init__(self) -> None:
@@ -182,15 +184,13 @@ class Scene:
     """A client that has begun a call and has not ended it, and the server's side of its connection."""
 
     def __init__(self) -> None:
-        self.client, self.server, self.wire = Connection(Role.CLIENT), Connection(Role.SERVER), Wire()
+        self.client, self.server, self.transport = Connection(Role.CLIENT), Connection(Role.SERVER), Written()
         self.client.initiate_connection()
         self.server.initiate_connection()
         self.stream = self.client.send_request(call_headers())
         self.server.receive_data(self.client.data_to_send())
         self.server.events()
-        self.send_buffer = SendBuffer(
-            self.server, MAX_UNSENT, lambda last: last, MemoryBudget(DEFAULT_BYTES).share(is_known=True)
-        )
+        self.wire = Wire(self.server, MAX_UNSENT, lambda last: last, MemoryBudget(DEFAULT_BYTES).share(is_known=True))
 
     def answer(self, message: bytes) -> None:
         self.server.send_response(self.stream, RESPONSE)
@@ -199,10 +199,10 @@ class Scene:
 
     def write(self) -> list[Event]:
         """Write, let the client read all that its window has let through and open it again; return what it met."""
-        self.send_buffer.write(cast("asyncio.Transport", self.wire))
-        for data in self.wire.written:
+        self.wire.write(self.transport)
+        for data in self.transport.written:
             self.client.receive_data(data)
-        self.wire.written.clear()
+        self.transport.written.clear()
         events = list(self.client.events())
         self.server.receive_data(self.client.data_to_send())
         self.server.events()
@@ -220,14 +220,14 @@ def scene() -> Scene:
 
 def test_a_full_socket_is_given_nothing(scene: Scene) -> None:
     scene.answer(b"x")
-    scene.send_buffer.paused = True
+    scene.wire.is_paused = True
     assert scene.write() == []
-    scene.send_buffer.paused = False
+    scene.wire.is_paused = False
     assert scene.write() != []
 
 
 def test_a_stream_is_reset_once_its_answer_has_left_and_not_before(scene: Scene) -> None:
-    scene.send_buffer.reset_when_out(scene.stream)
+    scene.wire.reset_when_out(scene.stream)
     scene.answer(LARGE)
     assert not is_reset(scene.write())  # the window has let a part through
     assert is_reset(scene.write())
@@ -236,23 +236,23 @@ def test_a_stream_is_reset_once_its_answer_has_left_and_not_before(scene: Scene)
 def test_who_waits_for_a_slow_client_is_called_once_when_it_has_read(scene: Scene) -> None:
     called: list[int] = []
     scene.answer(LARGE)
-    assert scene.send_buffer.is_behind(scene.stream)
-    scene.send_buffer.when_read(scene.stream, lambda: called.append(1))
+    assert scene.wire.is_behind(scene.stream)
+    scene.wire.when_read(scene.stream, lambda: called.append(1))
     scene.write()
-    assert (called, scene.send_buffer.is_behind(scene.stream)) == ([], True)
+    assert (called, scene.wire.is_behind(scene.stream)) == ([], True)
     scene.write()
     scene.write()
-    assert (called, scene.send_buffer.is_behind(scene.stream)) == ([1], False)
+    assert (called, scene.wire.is_behind(scene.stream)) == ([1], False)
 
 
 @pytest.mark.parametrize("end", ["stream", "connection"])
 def test_nobody_is_called_for_what_is_over(scene: Scene, end: str) -> None:
     called: list[int] = []
-    scene.send_buffer.when_read(scene.stream, lambda: called.append(1))
+    scene.wire.when_read(scene.stream, lambda: called.append(1))
     if end == "stream":
-        scene.send_buffer.closed(scene.stream)
+        scene.wire.closed(scene.stream)
     else:
-        scene.send_buffer.clear()
+        scene.wire.clear()
     scene.write()
     assert called == []
 

@@ -177,7 +177,7 @@ class Story:
     def check(self) -> None:
         """Everything has been sent and answered."""
         assert not self.scene.wire.has_closed
-        assert not self.scene.connection.calls
+        assert not self.scene.connection.session.calls
         for stream, body in self.sent.items():
             if stream in self.failed:
                 assert self.scene.status(stream) == 13

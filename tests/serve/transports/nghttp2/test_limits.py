@@ -264,7 +264,7 @@ def test_a_message_whose_rest_came_meanwhile_is_answered() -> None:
         stream = client.http2.send_request(call_headers(SERVER_LIVE))
         client.http2.send_data(stream, EMPTY[:1])
         client.push()
-        stopped.until_one_is(lambda connection: connection.calls > 0)
+        stopped.until_one_is(lambda connection: connection.session.calls > 0)
         client.http2.send_data(stream, EMPTY[1:], end_stream=True)
         stopped.stand_still(client.push)
         assert client.status(stream) == (0, "")
@@ -284,7 +284,7 @@ def test_who_answered_a_ping_meanwhile_is_not_dead() -> None:
 
 def test_who_greeted_meanwhile_is_no_stranger() -> None:
     with scene(TransportLimits(handshake_s=SHORT_S)) as stopped, Http2Peer(stopped.server.address) as client:
-        stopped.until_one_is(lambda connection: not connection.greeted)
+        stopped.until_one_is(lambda connection: not connection.session.greeted)
         stopped.stand_still(client.greet)
         assert is_live(client)
 
@@ -296,7 +296,7 @@ def test_who_said_nothing_is_still_given_up() -> None:
         Http2Peer(stopped.server.address) as silent,
     ):
         assert is_live(other)
-        stopped.until_one_is(lambda connection: not connection.greeted)
+        stopped.until_one_is(lambda connection: not connection.session.greeted)
         stopped.stand_still(lambda: None)
         assert silent.is_closed_by_server()
         assert is_live(other)

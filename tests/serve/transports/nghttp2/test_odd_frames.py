@@ -121,7 +121,7 @@ async def test_what_breaks_the_protocol_ends_the_connection(frames: Callable[[Sc
     scene.send(frames(scene))
     assert ("connection", 0) in ends(scene)
     assert in_time in scene.gone
-    scene.connection.answer(in_time, b"x")
+    scene.connection.session.answer(in_time, b"x")
     assert not scene.frames()
 
 
@@ -247,9 +247,9 @@ async def test_a_connection_that_is_at_its_end_can_be_looked_after(frames: bytes
     scene.send(b"GET / HTTP/1.1\r\nHost: no-http2\r\n\r\n" if frames is None else frames)
     assert scene.wire.has_closed
     scene.connection.ping()
-    assert scene.connection.pinged_s is not None  # there will be no answer: it is ended when that is due
+    assert scene.connection.session.pinged_s is not None  # there will be no answer: it is ended when that is due
     scene.connection.go_away()
-    scene.connection.give_up_stalled(2**60)
+    scene.connection.session.give_up_stalled(2**60)
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -279,13 +279,13 @@ async def test_calls_of_a_connection_that_has_ended_write_nothing(frames: bytes,
     scene.wire.written.clear()
     assert sorted(scene.gone) == [whole, part]
     for stream in (whole, part):
-        connection.begin(stream)
-        connection.send(stream, b"x")
-        connection.give_back(stream, 40_000)
-        connection.is_behind(stream)
-        connection.fail(stream, Status(13, "no"), ended=False)
-        connection.answer(stream, b"x")
-        connection.finish(stream, ended=True)
+        connection.session.begin(stream)
+        connection.session.send(stream, b"x")
+        connection.session.give_back(stream, 40_000)
+        connection.session.is_behind(stream)
+        connection.session.fail(stream, Status(13, "no"), ended=False)
+        connection.session.answer(stream, b"x")
+        connection.session.finish(stream, ended=True)
     connection.resume_writing()
     connection.read_on()
     connection.ping()
@@ -308,7 +308,7 @@ async def test_what_comes_after_the_end_is_dropped_and_the_client_may_read_all()
     assert not scene.wire.has_closed
     scene.answer(stream)
     assert scene.wire.listens_on
-    assert scene.connection.pinged_s is not None  # it has so long to close
+    assert scene.connection.session.pinged_s is not None  # it has so long to close
     scene.send(window_update(0, 100) + b"whatever it is")
     scene.connection.close()
     scene.read()
@@ -327,7 +327,7 @@ async def test_the_same_where_the_last_call_is_given_up_as_its_request_ends() ->
     scene.client.reset_stream(last)
     scene.send(end + scene.client.data_to_send())
     assert scene.wire.listens_on
-    assert not scene.connection.calls
+    assert not scene.connection.session.calls
     scene.read()
     assert scene.answered(first) == [b"x"]
 
@@ -355,7 +355,7 @@ async def test_a_call_that_outlasts_its_connection_writes_nothing() -> None:
     scene.connection.close()
     assert scene.wire.listens_on
     assert second in scene.gone
-    scene.connection.answer(second, b"y")
+    scene.connection.session.answer(second, b"y")
     scene.connection.resume_writing()
     scene.read()
     assert (scene.answered(first), scene.answered(second)) == ([b"x"], None)

@@ -240,7 +240,7 @@ async def test_more_equal_frames_than_the_message_has_get_a_status(length: int) 
     scene.send(begin(scene) + data(frame(bytes(length))[:SIZE], 0) + data(bytes(SIZE), 0) * 3 + data(bytes(SIZE)))
     assert not scene.waiting
     assert ends(scene)[0] == ("answered", FIRST)
-    assert not scene.connection.calls
+    assert not scene.connection.session.calls
 
 
 @on_a_loop
@@ -271,7 +271,7 @@ async def test_a_request_that_is_no_message_gets_a_status(pieces: list[bytes]) -
     send_in_pieces(scene, pieces)
     assert not scene.waiting
     assert ends(scene)[0] == ("answered", FIRST)
-    assert not scene.connection.calls
+    assert not scene.connection.session.calls
 
 
 @pytest.mark.parametrize("pieces", [[frame(b"x")], [frame(b"hello")[:7], b"llo"]])
@@ -282,4 +282,4 @@ async def test_a_call_may_be_refused_as_it_begins(pieces: list[bytes]) -> None:
     scene.send(begin(scene) + b"".join(data(piece, 0) for piece in pieces) + data(b""))
     await asyncio.sleep(0)
     assert ends(scene) == [("answered", FIRST), ("reset", FIRST)]
-    assert not scene.connection.calls
+    assert not scene.connection.session.calls
