@@ -38,6 +38,9 @@ class ModelLoader(Protocol):
     async def unload(self, name: str, *, dependents: bool = False) -> None:
         """Unload a model; returns once its accepted requests are answered. `dependents`: see `InferenceCore.unload`."""
 
+    def override(self, name: str) -> str | None:
+        """Return the configuration that replaces a model's own; see `InferenceCore.override`."""
+
     async def refresh(self) -> None:
         """Update `loadable` from the repository."""
 
@@ -200,7 +203,8 @@ class InferenceCore:
 
         Args:
             name: name of a folder in the repository.
-            config: a ModelConfig as JSON, in place of the folder's config.pbtxt.
+            config: a ModelConfig as JSON, in place of the folder's config.pbtxt. A load without one keeps that of the load
+                before it, as long as the model is served and the files of the repository are the same.
             files: contents of a model folder by path ("1/model.onnx"), in place of the repository's; needs `config`.
             caller: model that is itself being loaded, and waits for this load; None without one.
 
@@ -222,6 +226,10 @@ class InferenceCore:
             UnavailableError: unloading by request is off.
         """
         await self._controlled().unload(name, dependents=dependents)
+
+    def override(self, name: str) -> str | None:
+        """Return the ModelConfig, as JSON, of the load request that a model is served with; None for that of the repository."""
+        return None if self.control is None else self.control.override(name)
 
     async def refresh(self) -> None:
         """Update the list of loadable models from the repository, for `index`."""
@@ -412,6 +420,9 @@ class RestrictedCore(InferenceCore):
         if not self._may_see(name):
             raise NotFoundError(f"model {name!r} is not loaded; RepositoryIndex lists what is")
         await self._core.unload(name, dependents=dependents)
+
+    def override(self, name: str) -> str | None:
+        return self._core.override(name) if self._may_see(name) else None
 
     async def refresh(self) -> None:
         await self._core.refresh()
