@@ -231,7 +231,7 @@ class PythonBackend(RequestBackend):
         if model.is_decoupled:
             for number, request in numbered.items():
                 self._progress[number] = progress = ReadingProgress(self._copy.reply, number)
-                request.when_gone = progress.gone
+                request.progress = progress
         self._copy.calls.caller = caller = CallingExecution(model.label, tuple(numbered.values()))
         return _Execution({"k": "execute", "requests": messages}, tensors, numbered, failed, caller)
 
@@ -293,8 +293,9 @@ class PythonBackend(RequestBackend):
     def _event(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
         """On the thread of the runner's events."""
         if header["k"] == "is_cancelled":
-            request = self._open.find(header["number"])
-            self._copy.reply({"call": header["call"], "cancelled": request is None or request.cancelled}, [])
+            request, progress = self._open.find(header["number"]), self._progress.get(header["number"])
+            is_cancelled = request is None or request.cancelled or (progress is not None and progress.is_withdrawn)
+            self._copy.reply({"call": header["call"], "cancelled": is_cancelled}, [])
         elif header["k"] == "respond":
             self._respond(header, tensors)
         else:
