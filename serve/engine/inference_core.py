@@ -158,6 +158,13 @@ class InferenceCore:
         asked = [self.model(name, version)] if version else served.values() or self.versions(name)
         return self.is_ready and any(model.is_ready for model in asked)
 
+    async def says_ready(self, name: str, version: str = "") -> bool:
+        """Return whether a model, or one version of it, is ready for requests and says so itself; see `is_model_ready`."""
+        if not self.is_model_ready(name, version):
+            return False
+        asked = [self.model(name, version)] if version else self.served(name)
+        return any(await asyncio.gather(*(model.says_ready() for model in asked)))
+
     def index(self) -> list[VersionStatus]:
         """List every version that is served, being loaded or unloaded, or was refused, with the reason; and the loadable
         models.

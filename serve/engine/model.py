@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -318,6 +319,13 @@ class Model:
             return self.composition.is_ready
         up = any(instance.is_up for instance in self.instances)
         return up and (self.guard is None or not self.guard.blocks_readiness)
+
+    async def says_ready(self) -> bool:
+        """Return whether the model is ready, and every copy of it that is up says so itself."""
+        if not self.is_ready:
+            return False
+        copies = [instance.recovery.runner for instance in self.instances if instance.is_up]
+        return all(await asyncio.gather(*(copy.is_ready() for copy in copies)))
 
     @property
     def provider(self) -> str:

@@ -126,7 +126,7 @@ class CopyCalls:
 
     async def _ready(self, model: str, version: str) -> dict[str, Any]:
         try:
-            return {"ready": self._connected().core.is_model_ready(model, version)}
+            return {"ready": await self._connected().core.says_ready(model, version)}
         except NotFoundError:
             return {"ready": False}
 
