@@ -393,7 +393,18 @@ async def _lame_duck(core: InferenceCore, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
 
+async def _finish_sequences(core: InferenceCore, drain_s: float) -> float:
+    """Let clients end their sequences over open connections, which the next steps close; returns the seconds left after it."""
+    started_s = time.monotonic()
+    try:
+        await asyncio.wait_for(core.finish_sequences(), drain_s)
+    except TimeoutError:
+        logger.warning("sequences were still running after %g s; they end here", drain_s)
+    return max(FLUSH_S, drain_s - (time.monotonic() - started_s))
+
+
 async def _drain(core: InferenceCore, listening: Sequence[Transport | RestServer], drain_s: float) -> None:
+    drain_s = await _finish_sequences(core, drain_s)
     # Announce the end while requests are still accepted, as requests that are on their way must be answered.
     await asyncio.gather(*(server.give_notice() for server in listening))
     # Then refuse new calls (GOAWAY), and wait for the last call or the time limit.

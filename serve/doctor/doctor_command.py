@@ -117,7 +117,9 @@ def _of_cuda(facts: dict[str, Facts]) -> Iterator[Diagnosis]:
     for operator, failure in tried.items():
         if failure:
             problem = failure.removeprefix("a GPU is required, but ").partition("; allow the CPU, or add")[0]
-            yield Diagnosis(problem=f"{operator} is not computed on CUDA: {problem}", remedy=install_hint("cuda"), is_broken=True)
+            yield Diagnosis(
+                problem=f"{operator} is not computed on CUDA: {problem}", remedy=install_hint("cuda"), is_broken=True
+            )
 
 
 def _halfserve() -> Facts:

@@ -244,6 +244,10 @@ class RequestBackend:
         """The execution in progress, for a model that may call other models; None between executions."""
         return None
 
+    async def is_ready(self) -> bool:
+        """Return whether the model itself says that it is ready for requests. On the event loop."""
+        return True
+
     def compute_dtype(self, name: str) -> np.dtype[Any]:
         raise NotImplementedError(name)
 

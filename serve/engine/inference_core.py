@@ -21,7 +21,7 @@ from halfserve.serve.engine.pictures.picture_scheduler import take_pictures
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.queueing.step_memory import StepMemory
 from halfserve.serve.engine.requests import InferRequest
-from halfserve.serve.engine.sequences.sequence_loading import hand_over
+from halfserve.serve.engine.sequences.sequence_loading import continues_sequence, hand_over, with_sequences
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,9 @@ class ModelLoader(Protocol):
 
     async def unload(self, name: str, *, dependents: bool = False) -> None:
         """Unload a model; returns once its accepted requests are answered. `dependents`: see `InferenceCore.unload`."""
+
+    def override(self, name: str) -> str | None:
+        """Return the configuration that replaces a model's own; see `InferenceCore.override`."""
 
     async def refresh(self) -> None:
         """Update `loadable` from the repository."""
@@ -64,7 +67,7 @@ class InferenceCore:
             take_pictures(model, self.pictures)
         self._leaving: dict[Model, asyncio.Task[None]] = {}
         self._finishing: set[asyncio.Task[None]] = set()
-        self._draining = self._retired = False
+        self._draining = self._retired = self._finishes_sequences = False
         self._changed = asyncio.Event()
         self.figures = ServerFigures()
         self._listeners: list[Callable[[], None]] = []
@@ -155,6 +158,13 @@ class InferenceCore:
         asked = [self.model(name, version)] if version else served.values() or self.versions(name)
         return self.is_ready and any(model.is_ready for model in asked)
 
+    async def says_ready(self, name: str, version: str = "") -> bool:
+        """Return whether a model, or one version of it, is ready for requests and says so itself; see `is_model_ready`."""
+        if not self.is_model_ready(name, version):
+            return False
+        asked = [self.model(name, version)] if version else self.served(name)
+        return any(await asyncio.gather(*(model.says_ready() for model in asked)))
+
     def index(self) -> list[VersionStatus]:
         """List every version that is served, being loaded or unloaded, or was refused, with the reason; and the loadable
         models.
@@ -187,7 +197,7 @@ class InferenceCore:
             UnavailableError: the server is draining.
             QueueFullError: the model's queue has reached its bound.
         """
-        if self._draining:
+        if self._draining and not (self._finishes_sequences and self._is_for_sequence(model, request)):
             refusal = UnavailableError("the server is shutting down; send the request to another replica")
             self.figures.refuse(refusal)
             raise refusal
@@ -200,7 +210,8 @@ class InferenceCore:
 
         Args:
             name: name of a folder in the repository.
-            config: a ModelConfig as JSON, in place of the folder's config.pbtxt.
+            config: a ModelConfig as JSON, in place of the folder's config.pbtxt. A load without one keeps that of the load
+                before it, as long as the model is served and the files of the repository are the same.
             files: contents of a model folder by path ("1/model.onnx"), in place of the repository's; needs `config`.
             caller: model that is itself being loaded, and waits for this load; None without one.
 
@@ -223,6 +234,10 @@ class InferenceCore:
         """
         await self._controlled().unload(name, dependents=dependents)
 
+    def override(self, name: str) -> str | None:
+        """Return the ModelConfig, as JSON, of the load request that a model is served with; None for that of the repository."""
+        return None if self.control is None else self.control.override(name)
+
     async def refresh(self) -> None:
         """Update the list of loadable models from the repository, for `index`."""
         if self.control is not None:
@@ -242,9 +257,9 @@ class InferenceCore:
             if model in before.values():
                 continue
             self.states.clear(name, model.version, VersionState.LOADING, VersionState.UNAVAILABLE, VersionState.UNLOADING)
-            for instance in model.batcher.instances:
+            for instance in model.instances:
                 instance.recovery.on_lost_device = self.on_lost_device
-            model.batcher.share_loop(self._occupancy)
+            model.share_loop(self._occupancy)
             cache_answers(model, self.response_cache)
             take_pictures(model, self.pictures)
             if self.figures.latencies.quantiles:
@@ -252,7 +267,7 @@ class InferenceCore:
             if not model.backends:  # a model that consists of other models
                 continue
             if self.slots is not None and model.provider in CPU_PROVIDERS:
-                model.batcher.compete(self.slots)
+                model.compete(self.slots)
             elif model.limits.compute_weight != 1:
                 reason = "it does not compute on the CPU" if self.slots else "the server has no --compute-slots"
                 label = f"{model.name}/{model.version}"
@@ -284,6 +299,18 @@ class InferenceCore:
         self._finishing.add(task)
         task.add_done_callback(self._finishing.discard)
 
+    async def finish_sequences(self) -> None:
+        """Refuse requests that do not continue a sequence, and return once all sequences have ended; at once without any."""
+        running = with_sequences(self.models())
+        if not running:
+            return
+        self._draining = self._finishes_sequences = True
+        self.retire()
+        try:
+            await asyncio.gather(*(one.ended() for one in running))
+        finally:
+            self._finishes_sequences = False
+
     async def drain(self) -> None:
         """Refuse new requests and finish the accepted ones."""
         self._draining = True
@@ -295,11 +322,17 @@ class InferenceCore:
     async def clean_up(self) -> None:
         """Clean up every model whose requests had not ended when `drain` was abandoned."""
         self.pictures.stop()
-        instances = [instance for model in [*self.models(), *self._leaving] for instance in model.batcher.instances]
+        instances = [instance for model in [*self.models(), *self._leaving] for instance in model.instances]
         for instance in instances:
             instance.stop()
         for instance in instances:
             await instance.closed()
+
+    def _is_for_sequence(self, model: Model, request: InferRequest) -> bool:
+        """Return whether a request continues a sequence, also of an ensemble's step, or is a model's own call."""
+        names = () if model.composition is None else model.composition.models
+        steps = [step for name in names for step in self.served(name)]
+        return bool(request.callers) or continues_sequence([model, *steps], request)
 
     def _let_go(self, model: Model) -> asyncio.Task[None]:
         version = str(model.version)
@@ -412,6 +445,9 @@ class RestrictedCore(InferenceCore):
         if not self._may_see(name):
             raise NotFoundError(f"model {name!r} is not loaded; RepositoryIndex lists what is")
         await self._core.unload(name, dependents=dependents)
+
+    def override(self, name: str) -> str | None:
+        return self._core.override(name) if self._may_see(name) else None
 
     async def refresh(self) -> None:
         await self._core.refresh()

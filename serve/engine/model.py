@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,14 +17,17 @@ from halfserve.serve.engine.config.batching import queue_policy
 from halfserve.serve.engine.config.model_config import NOT_DECLARED, DeclaredConfig
 from halfserve.serve.engine.config.parameters import MEASURED, own_parameter
 from halfserve.serve.engine.config.sequence_batching import SequencePlan
+from halfserve.serve.engine.dispatch.short_batches import LoopOccupancy
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.batch_runner import Supervision
+from halfserve.serve.engine.execution.instance import Instance
 from halfserve.serve.engine.execution.runners import make_instance
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
 from halfserve.serve.engine.padding.ragged import Ragged
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
+from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import TensorSpec
@@ -180,6 +184,7 @@ class Model:
             that is not proved.
         ragged: joins requests of different shapes, if the model takes them so; None for ordinary batches.
         batcher: runs batches on the copies; only a started model has one.
+        batchers: the batcher alone, or one for each copy if each sequence stays with its copy.
         scheduler: takes the requests of a started model: the batcher, or a scheduler in front of it. Set before the first
             request.
         composition: steps and models of an ensemble, which has no backends; set like `scheduler`.
@@ -231,9 +236,34 @@ class Model:
         instances = [make_instance(backend, number, supervision) for number, backend in enumerate(self.backends)]
         limits, statistics = self.limits, self.statistics
         steady = self.interface.is_steady(batched=self.max_batch_size > 0)
-        self.batcher = Batcher(instances, limits, statistics, self.short_s, is_steady=steady, mixed=self.mixed)
+        lanes = 1 if self.sequences is None else self.sequences.lanes
+        self.batchers = [
+            Batcher(lane, limits, statistics, self.short_s, is_steady=steady, mixed=self.mixed)
+            for lane in ([instances] if lanes == 1 else [[instance] for instance in instances])
+        ]
+        self.batcher = self.batchers[0]
         self.scheduler: Scheduler = self.batcher
         return self
+
+    def share_loop(self, occupancy: LoopOccupancy) -> None:
+        """See `Batcher.share_loop`."""
+        for batcher in self.batchers:
+            batcher.share_loop(occupancy)
+
+    def compete(self, slots: ComputeSlots) -> None:
+        """See `Batcher.compete`."""
+        for batcher in self.batchers:
+            batcher.compete(slots)
+
+    @property
+    def instances(self) -> Sequence[Instance]:
+        """All copies of a started model, in service or not."""
+        return [instance for batcher in self.batchers for instance in batcher.instances]
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that no copy computes yet."""
+        return sum(batcher.waiting for batcher in self.batchers)
 
     @property
     def label(self) -> str:
@@ -288,8 +318,15 @@ class Model:
         """Whether requests are likely to be answered: a copy is up, and the guard does not block."""
         if self.composition is not None:
             return self.composition.is_ready
-        up = any(instance.is_up for instance in self.batcher.instances)
+        up = any(instance.is_up for instance in self.instances)
         return up and (self.guard is None or not self.guard.blocks_readiness)
+
+    async def says_ready(self) -> bool:
+        """Return whether the model is ready, and every copy of it that is up says so itself."""
+        if not self.is_ready:
+            return False
+        copies = [instance.recovery.runner for instance in self.instances if instance.is_up]
+        return all(await asyncio.gather(*(copy.is_ready() for copy in copies)))
 
     @property
     def provider(self) -> str:

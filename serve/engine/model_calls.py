@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from halfserve.protos.request_parameters import PRIORITY
-from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError, InvalidArgumentError, UnsupportedError
+from halfserve.serve.engine.errors import (
+    DeadlineExceededError,
+    InferenceError,
+    InvalidArgumentError,
+    RequestCancelledError,
+    UnsupportedError,
+)
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import NO_PARAMETERS, CallingExecution, InferRequest, Parameter
@@ -73,6 +79,15 @@ class RunningCall:
         """Discard the answer; may be called on any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._drop)
+
+    def withdraw(self) -> None:
+        """Ask the called model to end its work. Its responses still come; one that cannot be asked is cancelled."""
+        if self._request is None:
+            return
+        if self._request.progress is not None:
+            self._request.progress.withdraw()
+        else:
+            self.end(RequestCancelledError("the call was cancelled by the model that made it"))
 
     def queued(self, model: Model, request: InferRequest) -> None:
         """Note the queued request whose answer the call waits for."""

@@ -130,7 +130,7 @@ class InferRequest:
         respond: callback of a client that takes any number of responses: called on the event loop with the outputs or the error
             of each, whether it is the last one, and a function that the client calls on the event loop once it can take more;
             then `done` is called without outputs. None for a client that takes one, by `done`.
-        when_gone: called on the event loop when the client of a request to a decoupled model has gone; None for nothing.
+        progress: answer in progress at a decoupled model; None for none.
         callers: executions that wait for the answer, from the model that got a client's request to the one that made this
             request; empty for a client's own request and for the steps of an ensemble that a client requested.
         is_step: whether an ensemble waits for the answer.
@@ -138,8 +138,8 @@ class InferRequest:
 
     __slots__ = (
         "arrived_ns", "bucket", "callers", "cancelled", "deadline", "done", "id", "inputs", "is_step", "leave_by", "line",
-        "outputs", "parameters", "patience", "priority", "replayed", "respond", "response_parameters", "rows", "size",
-        "when_gone",
+        "outputs", "parameters", "patience", "priority", "progress", "replayed", "respond", "response_parameters", "rows",
+        "size",
     )  # fmt: skip
 
     def __init__(
@@ -177,7 +177,7 @@ class InferRequest:
         self.id = request_id
         self.parameters = parameters
         self.respond: Respond | None = None
-        self.when_gone: Callable[[], None] | None = None
+        self.progress: AnswerProgress | None = None
         self.callers: tuple[CallingExecution, ...] = ()
         self.is_step = False
 
@@ -223,6 +223,16 @@ class InferRequest:
             self.done(result)
         except Exception:
             logger.exception("an answer could not be handed over")
+
+
+class AnswerProgress(Protocol):
+    """The answer to a request, in progress at a decoupled model. Used on the event loop."""
+
+    def gone(self) -> None:
+        """Note that the client of the request has gone."""
+
+    def withdraw(self) -> None:
+        """Let the model see the request as cancelled; the responses that it still gives count."""
 
 
 class PendingCall(Protocol):

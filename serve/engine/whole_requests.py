@@ -138,8 +138,8 @@ class DecoupledRequests:
         self.behind.cancel(request)
         if self.ended(request) and not is_waiting:
             self._statistics.failed(request.arrived_ns)
-        if request.when_gone is not None:
-            request.when_gone()
+        if request.progress is not None:
+            request.progress.gone()
 
     async def drain(self) -> None:
         # The batcher stops its instances when its queue is empty, which may be before the last response has come.

@@ -70,7 +70,7 @@ class _Series:
             batch_rows=(now.rows - before.rows) / batches if batches else None,
             median_ms=quantile_ms(counts, 0.5),
             p99_ms=quantile_ms(counts, 0.99),
-            waiting=model.batcher.waiting,
+            waiting=model.waiting,
         )
         start = self._added % SAMPLES * WIDTH
         self._numbers[start : start + WIDTH] = array("d", (math.nan if value is None else value for value in sample))

@@ -157,7 +157,7 @@ def _model(model: Model) -> dict[str, Any]:
         "steps": [] if model.composition is None else list(model.composition.parts),
         "copies": [
             {"up": one.is_up, "restarts": one.restarts, "fault": one.fault, "most_rows": one.most_rows}
-            for one in model.batcher.instances
+            for one in model.instances
         ],
         "inputs": [_tensor(spec) for spec in model.interface.inputs],
         "outputs": [{**_tensor(spec), "labelled": bool(model.labels_of(spec.name))} for spec in model.interface.outputs],
@@ -167,7 +167,7 @@ def _model(model: Model) -> dict[str, Any]:
         "failures": dict(s.failures),
         "rows": s.rows,
         "batches": s.batches,
-        "waiting": model.batcher.waiting,
+        "waiting": model.waiting,
         "batch_sizes": [[size, per_size.compute_infer.count] for size, per_size in sorted(s.by_batch_size.items())],
         "stages_ns": {
             "queue": s.queue.ns,

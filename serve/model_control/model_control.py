@@ -21,6 +21,7 @@ from halfserve.serve.engine.errors import (
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.repository.model_loading import models_below
 from halfserve.serve.engine.repository.model_repository import ModelRepository, find_models
+from halfserve.serve.model_control.config_overrides import ConfigOverrides
 from halfserve.serve.model_control.control_options import ALL, ControlMode, ControlOptions, start_error
 from halfserve.serve.model_control.copies import ModelCopies
 from halfserve.serve.model_control.loader_thread import LoaderThread
@@ -57,6 +58,7 @@ class ModelControl:
         # The values are weak, so that a lock exists only while it is in use: clients choose the names.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._uploads = UploadedModels(core, self._thread, allowed=options.uploads)
+        self._overrides = ConfigOverrides(repository, self._thread)
         self._nested: list[tuple[str, str]] = []  # models being loaded, each with a model that it waits for
         self._tasks: set[asyncio.Task[None]] = set()
         self._loaded_as_steps: set[str] = set()  # models loaded for ensembles, and not by a request of their own
@@ -141,6 +143,10 @@ class ModelControl:
             raise NotFoundError(f"model {name!r} is not loaded; RepositoryIndex lists what is")
         await asyncio.shield(self._task(self._unload(name, dependents=dependents)))
 
+    def override(self, name: str) -> str | None:
+        """Return the configuration of the load request that a model is served with; None for that of the repository."""
+        return self._overrides.get(name)
+
     async def refresh(self) -> None:
         """Update the list of loadable models."""
         if self._lookout is None:
@@ -172,8 +178,13 @@ class ModelControl:
         if self._copies is None or files:
             await self._load_local(name, config, files)
             return
-        declared = await self._declared(self._repository, name, config)
+        kept = self._overrides.get(name) if config is None else None
+        declared = await self._declared(self._repository, name, config if kept is None else kept)
         async with self._copies.arriving(name, declared):
+            if kept is None or await self._overrides.kept(name) is not None:
+                await self._load_local(name, config, files)
+                return
+        async with self._copies.arriving(name, None):  # the repository's configuration may select other versions
             await self._load_local(name, config, files)
 
     async def _load_local(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
@@ -181,14 +192,21 @@ class ModelControl:
         # The steps are loaded outside the ensemble's lock: nested locks could deadlock.
         refused_steps = [] if files else await self._load_steps(name, config)
         async with self._lock(name):
-            repository = await self._uploads.store(name, config, files) if files else self._repository
+            if files:
+                repository, override = await self._uploads.store(name, config, files), None
+            else:
+                repository, override = self._repository, await self._overrides.for_load(name, config)
+                config = None if override is None else override.config
             try:
                 await self._load_from(repository, name, config, refused_steps)
             finally:
                 self._uploads.drop_unused(name)
+            self._overrides.set(name, override)
 
     async def _load_steps(self, name: str, config: str | None) -> list[str]:
         """Load the models of an ensemble's steps that are not served yet; returns the reasons of refusals."""
+        if config is None:
+            config = await self._overrides.kept(name)
         declared = await self._declared(self._repository, name, config)
         reasons = []
         for step in await self._below(name, declared):
@@ -232,6 +250,7 @@ class ModelControl:
         steps = self._steps(name)
         async with self._lock(name):
             await self._switch.take_out(name)
+            self._overrides.set(name, None)
             self._loaded_as_steps.discard(name)
             self._uploads.drop_unused(name)
         if not dependents:

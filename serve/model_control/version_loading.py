@@ -89,10 +89,10 @@ class VersionLoader:
         model = started(replace(loaded, reload=again))  # a copy: `again` must not refer to the model that has it
         tried = TriedVersion(loaded, self.warm_up_budget_s)
         try:
-            for instance, backend in zip(model.batcher.instances, model.backends, strict=True):
+            for instance, backend in zip(model.instances, model.backends, strict=True):
                 instance.settle(partial(settle, tried, backend))
         except BaseException:
-            for instance in model.batcher.instances:
+            for instance in model.instances:
                 instance.stop()
             raise
         return model

@@ -17,12 +17,14 @@ from halfserve.serve.model_control.loader_thread import LoaderThread
 logger = logging.getLogger(__name__)
 
 
+CACHE = "__pycache__"  # Python writes it when a model is loaded
 MAX_DEPTH = 4  # levels below a model's folder: version, twin, and data files in folders of their own
 Fingerprint: TypeAlias = tuple[tuple[str, int, int, int, int, int], ...]
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """Return path, device, inode, times of change and size of a file, or of all files below a folder except hidden ones.
+    """Return path, device, inode, times of change and size of a file, or of all files below a folder except hidden ones and
+    caches of Python code.
 
     Two times are needed: reproducible builds give all files the same modification time, and `cp -p` keeps it; the inode's
     change time differs. For a folder that changes meanwhile, the files seen are returned; a missing path gives ().
@@ -39,7 +41,7 @@ def _below(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, int, in
         return
     for entry in entries:
         name = f"{prefix}{entry.name}"
-        if entry.name.startswith("."):
+        if entry.name.startswith(".") or entry.name == CACHE:
             continue
         if not _is_folder(entry):
             yield from _entry(Path(entry.path), name)

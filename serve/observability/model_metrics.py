@@ -22,8 +22,8 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_statistics import CANCELLED, EDGES_NS, Duration, Totals, zeros
 from halfserve.serve.engine.precision_guard.guard import NonFiniteError
 from halfserve.serve.engine.precision_guard.tally import GuardCounters, OutputCounters
+from halfserve.serve.engine.sequences.sequence_loading import sequences_of
 from halfserve.serve.engine.sequences.sequence_scheduler import SequenceScheduler
-from halfserve.serve.engine.whole_requests import DecoupledRequests
 from halfserve.serve.observability.metrics import Labels, labels_of, number
 
 # Triton has four reasons of failures. An error of a class not listed here counts as BACKEND, or as OTHER for an ensemble.
@@ -57,11 +57,11 @@ class ModelFigures:
         self.labels = labels_of(model)
         self.totals = model.statistics.totals
         self.guard: GuardCounters | None = None if model.guard is None else model.guard.counters()
-        self.sequences = _sequences_of(model)
+        self.sequences = sequences_of(model)
 
     @property
     def instances(self) -> Sequence[Instance]:
-        return self.model.batcher.instances
+        return self.model.instances
 
     @property
     def cache(self) -> Totals | None:
@@ -142,7 +142,7 @@ def _triton_failures(figures: ModelFigures) -> LabelledSamples:
 
 def _pending(figures: ModelFigures) -> int:
     ahead = sum(len(instance.next_requests) for instance in figures.instances)
-    return figures.model.batcher.waiting + ahead + (0 if figures.sequences is None else figures.sequences.pending)
+    return figures.model.waiting + ahead + (0 if figures.sequences is None else figures.sequences.pending)
 
 
 def _stages(figures: ModelFigures) -> LabelledSamples:
@@ -217,7 +217,7 @@ MODEL_METRICS: tuple[ModelMetric, ...] = (
         "histogram", "halfserve_request_stage_seconds", "Time of computed requests by stage; total is all of them", _stages
     ),
     ModelMetric("histogram", "halfserve_batch_rows", "Batches by the rows that were computed together", _rows),
-    _gauge("halfserve_queue_depth", "Requests that wait for their batch now", lambda f: f.model.batcher.waiting),
+    _gauge("halfserve_queue_depth", "Requests that wait for their batch now", lambda f: f.model.waiting),
     _gauge(
         "halfserve_last_inference_timestamp_seconds",
         "When the last batch was computed; 0: never",
@@ -286,10 +286,3 @@ def model_metrics(models: Sequence[Model]) -> Iterator[tuple[ModelMetric, Metric
             for suffix, labels, value in declared.read(figures):
                 metric.add_sample(declared.name + suffix, figures.labels | labels, value)
         yield declared, metric
-
-
-def _sequences_of(model: Model) -> SequenceScheduler | None:
-    scheduler = model.scheduler
-    if isinstance(scheduler, DecoupledRequests):
-        scheduler = scheduler.behind
-    return scheduler if isinstance(scheduler, SequenceScheduler) else None

@@ -33,6 +33,7 @@ MAX_PATTERNS_OF_A_LENGTH: Final = 4
 MAX_SHAPES: Final = 64  # most output shapes with a template per cached request; a template has some hundred bytes
 # Most classes in one response. Each takes 0.7 us and a hundred bytes, and a request of a hundred bytes can ask for millions.
 MAX_NAMED: Final = 2**16
+MAX_CLASSES: Final = 1_000_000  # most classes of one row, as in Triton: sorting them holds up other requests
 MANY_CLASSES: Final = 4096  # number of classes from which partitioning is faster than sorting all
 
 
@@ -327,10 +328,15 @@ def classify(scores: Array, count: int, labels: Sequence[str], *, batched: bool)
         An array of `bytes` objects of shape [rows, classes], or [classes] without a batch.
 
     Raises:
-        InvalidArgumentError: more than MAX_NAMED classes are requested.
+        InvalidArgumentError: more than MAX_NAMED classes are requested, or a row has more than MAX_CLASSES.
     """
     count_of_rows = scores.shape[0] if batched else 1
     rows = scores.reshape(count_of_rows, math.prod(scores.shape[batched:]))
+    if rows.shape[1] > MAX_CLASSES:
+        raise InvalidArgumentError(
+            f"classification output tensor too large: it has {rows.shape[1]} classes, expected at most {MAX_CLASSES}; ask for "
+            "the numbers"
+        )
     named = count_of_rows * min(count, rows.shape[1])
     if named > MAX_NAMED:
         raise InvalidArgumentError(

@@ -64,7 +64,7 @@ class Health:
         Raises:
             NotFoundError: neither a service nor a model has this name.
         """
-        status = self._status(request.service, call.server.core)
+        status = await self._status(request.service, call.server.core)
         if status == HealthResponse.SERVICE_UNKNOWN:
             raise NotFoundError(f"{request.service!r} is neither a service nor a model here; '' asks for the server as a whole")
         return HealthResponse(status=status)  # type: ignore[no-any-return]  # grpc_health ships no types
@@ -75,7 +75,7 @@ class Health:
             sent: int | None = None
             while True:
                 changed = call.server.core.changed
-                status = self._status(request.service, call.server.core)
+                status = await self._status(request.service, call.server.core)
                 if status != sent:
                     sent = status
                     await call.send(HealthResponse(status=status))
@@ -86,12 +86,12 @@ class Health:
                         await changed.wait()
         raise InvalidArgumentError("Watch got no request; expected one HealthCheckRequest")
 
-    def _status(self, service: str, core: InferenceCore) -> int:
+    async def _status(self, service: str, core: InferenceCore) -> int:
         if service in self._overall:
             return int(HealthResponse.SERVING if core.is_ready else HealthResponse.NOT_SERVING)
         if not core.knows(service):
             return int(HealthResponse.SERVICE_UNKNOWN)
-        return int(HealthResponse.SERVING if core.is_model_ready(service) else HealthResponse.NOT_SERVING)
+        return int(HealthResponse.SERVING if await core.says_ready(service) else HealthResponse.NOT_SERVING)
 
 
 async def server_live(_: pb.ServerLiveRequest, _call: RpcCall) -> pb.ServerLiveResponse:
@@ -105,10 +105,10 @@ async def server_ready(_: pb.ServerReadyRequest, call: RpcCall) -> pb.ServerRead
 
 async def model_ready(request: pb.ModelReadyRequest, call: RpcCall) -> pb.ModelReadyResponse:
     """Answer whether the model takes requests: false while it loads for the first time, after a failed load, and for unknown
-    models, as in Triton.
+    models, as in Triton, and if a Python model's is_ready says so.
     """
     try:
-        ready = call.server.core.is_model_ready(request.name, request.version)
+        ready = await call.server.core.says_ready(request.name, request.version)
     except NotFoundError:
         ready = False
     return pb.ModelReadyResponse(ready=ready)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import trustme
+from tritonclient.utils import InferenceServerException
 from typer.testing import CliRunner
 
 from halfserve import Client, ClientError, RetryPolicy, cli
@@ -34,8 +36,10 @@ from halfserve.serve.security.security_options import SecurityOptions
 from halfserve.serve.server import LOST_DEVICE_DRAIN_S, LostDevice, LostDeviceError, ServerOptions, addresses
 from halfserve.serve.startup_report import StartupReport, print_text
 from halfserve.serve.transports.listening import Address
+from halfserve.serve.transports.transport import TransportName
 from tests.key_pairs import key_pair
 from tests.models import FLOAT32, save_mlp
+from tests.serve.engine.sequences.scene import sum_model
 
 HALFSERVE = [sys.executable, "-m", "halfserve", "serve"]
 HOST = "127.0.0.1"
@@ -255,6 +259,37 @@ def test_what_was_taken_before_the_signal_is_answered_after_it(mlp: Path) -> Non
             process.send_signal(signal.SIGTERM)
             response = pb.ModelInferResponse.FromString(waiting.result(60))
         assert response.outputs[0].shape == [1, 10]
+        _, errors = process.communicate(timeout=500)
+        assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.parametrize("transport", list(TransportName))
+def test_started_sequences_are_ended_after_the_signal(tmp_path: Path, transport: TransportName) -> None:
+    x = triton.InferInput("x", [1, 1], "FP32").set_data_from_numpy(np.ones((1, 1), np.float32))
+    body = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [1]}]}
+    with serving(sum_model(tmp_path), "--transport", transport, "--drain-seconds", "300") as (process, ready):
+        rest = http.client.HTTPConnection("127.0.0.1", ready["http_port"], timeout=60)
+
+        def post(**parameters: object) -> tuple[int, bytes]:
+            rest.request("POST", "/v2/models/sum/infer", json.dumps({**body, "parameters": parameters}))
+            answer = rest.getresponse()
+            return answer.status, answer.read()
+
+        with closing(rest), triton.InferenceServerClient(f"127.0.0.1:{ready['grpc_port']}") as client:
+            client.infer("sum", [x], sequence_id=1, sequence_start=True)
+            assert post(sequence_id=2, sequence_start=True)[0] == 200
+            process.send_signal(signal.SIGTERM)
+            while client.is_server_ready():
+                pass
+            client.infer("sum", [x], sequence_id=1)
+            for key in (1, 3):
+                with pytest.raises(InferenceServerException, match="the server is shutting down") as refused:
+                    client.infer("sum", [x], sequence_id=key, sequence_start=True)
+                assert refused.value.status() == "StatusCode.UNAVAILABLE"
+            assert post(sequence_id=3, sequence_start=True)[0] == 503
+            assert client.infer("sum", [x], sequence_id=1, sequence_end=True).as_numpy("y")[0, 0] == 3
+            status, answer = post(sequence_id=2, sequence_end=True)
+            assert (status, json.loads(answer)["outputs"][0]["data"]) == (200, [2.0])
         _, errors = process.communicate(timeout=500)
         assert (process.returncode, errors) == (0, "")
 

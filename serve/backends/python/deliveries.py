@@ -16,13 +16,18 @@ Tell = Callable[[dict[str, Any], list[Any]], None]
 
 
 class ReadingProgress:
-    """Tells a copy of a decoupled model how far the client of a request has read the responses. Lives on the event loop."""
+    """Tells a copy of a decoupled model how far the client of a request has read the responses. Lives on the event loop.
+
+    Attributes:
+        is_withdrawn: whether the model should end its work on the request; its responses still count.
+    """
 
     def __init__(self, tell: Tell, number: int) -> None:
         """`tell` sends a message to the copy, without waiting; `number`: the request's number in messages."""
         self._tell = tell
         self._number = number
         self._bytes = 0  # bytes that the client has read and the copy does not know of
+        self.is_withdrawn = False
 
     def read(self, size: int) -> None:
         """Count a response that the client has read: one message for several small ones."""
@@ -31,8 +36,12 @@ class ReadingProgress:
             self._tell({"request": self._number, "read": self._bytes}, [])
             self._bytes = 0
 
+    def withdraw(self) -> None:
+        """See `AnswerProgress`."""
+        self.is_withdrawn = True
+
     def gone(self) -> None:
-        """Let the model go on without the client."""
+        """See `AnswerProgress`: let the model go on without the client."""
         self._tell({"request": self._number, "gone": 1}, [])
 
 

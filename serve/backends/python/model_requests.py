@@ -52,6 +52,10 @@ class CopyCalls:
         if running is not None:
             running[0].cancel()
 
+    def cancel(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
+        """Ask the called model to end its work, and reply once it can see that."""
+        self._on_loop(header["call"], self._cancel(header["of"]))
+
     def read(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
         """Let the called model go on, because the model has taken one of its responses."""
         running = self._running.get(header["call"])
@@ -114,9 +118,15 @@ class CopyCalls:
             raise
         asyncio.run_coroutine_threadsafe(run(), loop)
 
+    async def _cancel(self, number: int) -> dict[str, Any]:
+        running = self._running.get(number)
+        if running is not None:
+            running[0].withdraw()
+        return {}
+
     async def _ready(self, model: str, version: str) -> dict[str, Any]:
         try:
-            return {"ready": self._connected().core.is_model_ready(model, version)}
+            return {"ready": await self._connected().core.says_ready(model, version)}
         except NotFoundError:
             return {"ready": False}
 

@@ -17,6 +17,7 @@ from halfserve.serve.backends.python.deliveries import Failure, ReadingProgress,
 from halfserve.serve.backends.python.model_runners import ChildFailedError, Runner
 from halfserve.serve.backends.python.open_requests import OpenRequests
 from halfserve.serve.backends.python.process_messages import TEXT_BYTES, ResponseReader, error_of, request_message, to_wire
+from halfserve.serve.backends.python.readiness import ReadinessCheck
 from halfserve.serve.backends.python.services import CopyServices, Services, log_failure
 from halfserve.serve.backends.python_child.server_access import response_bytes
 from halfserve.serve.backends.python_child.wire import WireTensor
@@ -109,6 +110,9 @@ class PythonBackend(RequestBackend):
         self._progress: dict[int, ReadingProgress] = {}  # one per request of a decoupled model, by number
         self._backlog = OutputBacklog()
         self._copy = CopyServices(services, model.label)
+        ask = partial(self._copy.reply, {"check": True}, [])
+        self._readiness = ReadinessCheck(services.connected, model.label, ask)
+        self._checks_readiness = False  # whether the model has an is_ready
         # The runner's threads hold no reference to this object: a copy that is dropped takes its process along.
         event, ended = WeakMethod(self._event), WeakMethod(self._ended)
 
@@ -139,7 +143,8 @@ class PythonBackend(RequestBackend):
         model = self._model
         self._copy.calls.is_loading = True
         try:
-            self._runner.call({"k": "load", "path": model.path, "arguments": dict(arguments), "decoupled": model.is_decoupled})
+            header = {"k": "load", "path": model.path, "arguments": dict(arguments), "decoupled": model.is_decoupled}
+            self._checks_readiness = self._runner.call(header)[0]["checks_readiness"]
         finally:
             self._copy.calls.is_loading = False
 
@@ -147,6 +152,10 @@ class PythonBackend(RequestBackend):
     def caller(self) -> CallingExecution | None:
         """See `RequestBackend`."""
         return self._copy.calls.caller
+
+    async def is_ready(self) -> bool:
+        """See `RequestBackend`."""
+        return not self._checks_readiness or await self._readiness.is_ready()
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
         """See `Backend`."""
@@ -231,7 +240,7 @@ class PythonBackend(RequestBackend):
         if model.is_decoupled:
             for number, request in numbered.items():
                 self._progress[number] = progress = ReadingProgress(self._copy.reply, number)
-                request.when_gone = progress.gone
+                request.progress = progress
         self._copy.calls.caller = caller = CallingExecution(model.label, tuple(numbered.values()))
         return _Execution({"k": "execute", "requests": messages}, tensors, numbered, failed, caller)
 
@@ -293,8 +302,11 @@ class PythonBackend(RequestBackend):
     def _event(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
         """On the thread of the runner's events."""
         if header["k"] == "is_cancelled":
-            request = self._open.find(header["number"])
-            self._copy.reply({"call": header["call"], "cancelled": request is None or request.cancelled}, [])
+            request, progress = self._open.find(header["number"]), self._progress.get(header["number"])
+            is_cancelled = request is None or request.cancelled or (progress is not None and progress.is_withdrawn)
+            self._copy.reply({"call": header["call"], "cancelled": is_cancelled}, [])
+        elif header["k"] == "readiness":
+            self._readiness.came(header)
         elif header["k"] == "respond":
             self._respond(header, tensors)
         else:
@@ -334,6 +346,7 @@ class PythonBackend(RequestBackend):
         left, later = self._open.end(set() if caller is None else set(map(id, caller.requests)))
         if self._services.calls is None:
             return
+        self._readiness.ended()
         for answer in later:
             self._services.calls.soon(partial(answer.give, self._lost_error()))
         if self._model.is_decoupled:

@@ -70,6 +70,7 @@ class CopyServices:
             "metric_value": self._metric_value,
             "infer": self.calls.infer,
             "abandon": self.calls.abandon,
+            "cancel": self.calls.cancel,
             "read": self.calls.read,
             "is_ready": self.calls.is_ready,
             "load_model": self.calls.load_model,

@@ -133,6 +133,8 @@ class _Relay:
             if number in self._calls:
                 self._access.tell("read", {"call": self._calls[number]}, [])
             return
+        if kind == "cancel":
+            header["of"] = self._calls.get(header["of"], -1)
         if number is not None:
             self._calls[number] = header["call"] = self._access.begin_call(_Replies(self, number))
         self._access.tell(kind, header, tensors)

@@ -139,6 +139,7 @@ class ModelHost:
         self._model: Any = None
         self.is_decoupled = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = threading.Lock()
 
     def completed(self, config: str) -> str | None:
         """Return the configuration, completed by the model's auto_complete_config; None without one. Both are JSON.
@@ -204,6 +205,23 @@ class ModelHost:
                 sender.is_closed = True
         return responses
 
+    @property
+    def checks_readiness(self) -> bool:
+        """Whether the model has an is_ready."""
+        return hasattr(self._model, "is_ready")
+
+    def readiness(self) -> tuple[bool, str]:
+        """Return what the model's is_ready says, and the error if it fails. On a thread of its own."""
+        try:
+            result = self._model.is_ready()
+            if inspect.iscoroutine(result):
+                result = self._begun(result).result()
+        except BaseException as error:  # noqa: BLE001  (a model that cannot say is not ready)
+            return False, error_of(error).message()
+        if not isinstance(result, bool):
+            return False, f"it returned {type(result).__name__}, expected bool"
+        return result, ""
+
     def _checked(self, result: Any, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
         if self.is_decoupled:
             if result is not None:
@@ -220,14 +238,11 @@ class ModelHost:
         return list(result)
 
     def _run(self, coroutine: Any, senders: list[ResponseSender]) -> Any:
-        """Wait for a coroutine of the model, whose loop goes on between two batches on a thread of its own.
+        """Wait for a coroutine of the model.
 
         That of a decoupled model is not waited for: its failure ends the requests of `senders` that are open then.
         """
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="model-coroutines", daemon=True).start()
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self._begun(coroutine)
         if not self.is_decoupled:
             return future.result()
         access = server()
@@ -241,6 +256,14 @@ class ModelHost:
 
         future.add_done_callback(done)
         return None
+
+    def _begun(self, coroutine: Any) -> Future[Any]:
+        """Begin a coroutine of the model, whose loop goes on between two batches on a thread of its own."""
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="model-coroutines", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def finalize(self) -> None:
         """Have the model clean up.

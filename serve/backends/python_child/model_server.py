@@ -39,7 +39,8 @@ class ModelServer:
         if header["k"] == "complete":
             return {"config": self._host.completed(header["config"])}, []
         self._host.initialize(header["arguments"], is_decoupled=header["decoupled"])
-        return {}, []
+        self._access.on_check = self._host.readiness
+        return {"checks_readiness": self._host.checks_readiness}, []
 
     def _execute(
         self, host: ModelHost, messages: Sequence[Mapping[str, Any]], tensors: list[WireTensor]

@@ -62,7 +62,13 @@ def response_bytes(tensors: Sequence[WireTensor]) -> int:
 
 
 class ServerAccess(Protocol):
-    """The server, as a model reaches it. Every method may be called on any thread."""
+    """The server, as a model reaches it. Every method may be called on any thread.
+
+    Attributes:
+        on_check: returns whether the model is ready, and an error; called on a thread when the server asks.
+    """
+
+    on_check: Callable[[], tuple[bool, str]]
 
     def call(self, kind: str, arguments: Mapping[str, Any], tensors: list[WireTensor]) -> Reply:
         """Have the server do something, and wait for its reply. An error comes as the reply's "error"."""
@@ -97,7 +103,11 @@ class Replies(Protocol):
 
 
 class EventAccess:
-    """Reaches a server by messages: each call has a number, by which its replies come back."""
+    """Reaches a server by messages: each call has a number, by which its replies come back.
+
+    Attributes:
+        on_check: see `ServerAccess`.
+    """
 
     def __init__(self, send: Callable[[dict[str, Any], list[WireTensor]], object]) -> None:
         """`send` takes each message, on any thread."""
@@ -108,13 +118,19 @@ class EventAccess:
         self._later: queue.SimpleQueue[tuple[str, Mapping[str, Any]]] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._awaits_finalizers = False
+        self.on_check: Callable[[], tuple[bool, str]] = lambda: (True, "")
 
     def deliver(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
-        """Take a reply, or the news that the client of a request has read responses or has gone."""
+        """Take a reply, the question whether the model is ready, or the news that the client of a request has read responses or
+        has gone.
+        """
         if "call" in header:
             replies = self._waiting.get(header["call"])
             if replies is not None:
                 replies.put((header, tensors))
+            return
+        if "check" in header:  # on a thread of its own, as it may take long
+            threading.Thread(target=self._check, name="halfserve-readiness", daemon=True).start()
             return
         unread = self._unread.get(header["request"])
         if unread is None:
@@ -194,6 +210,11 @@ class EventAccess:
             if not self._awaits_finalizers:
                 self._awaits_finalizers = True
                 threading.Thread(target=self._tell_later, name="halfserve-finalizers", daemon=True).start()
+
+    def _check(self) -> None:
+        with using(self), contextlib.suppress(ChannelClosedError):
+            ready, error = self.on_check()
+            self.tell("readiness", {"ready": ready, "error": error}, [])
 
     def _tell_later(self) -> None:
         while True:

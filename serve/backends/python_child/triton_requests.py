@@ -6,11 +6,13 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 from halfserve.serve.backends.python_child.server_access import ServerAccess, server
 from halfserve.serve.backends.python_child.triton_errors import TritonModelException
 from halfserve.serve.backends.python_child.triton_responses import (
+    REQUEST_KINDS,
     InferenceResponse,
     ResponseIterator,
     ResponseSender,
@@ -103,7 +105,7 @@ class InferenceRequest:
         self._timeout = int(timeout)
         self._preferred_memory = preferred_memory
         self._trace = trace or InferenceTrace()
-        self._parameters = checked_parameters(parameters)
+        self._parameters = checked_parameters(parameters, REQUEST_KINDS)
         self._priority = 0
         self._number = -1
         self._access: ServerAccess | None = None
@@ -237,7 +239,8 @@ class InferenceRequest:
         if not decoupled:
             return InferenceResponse.from_reply(access.call("infer", message, tensors))
         replies = access.call_for_many("infer", message, tensors)
-        return ResponseIterator(replies, next(replies))
+        first = next(replies)
+        return ResponseIterator(replies, first, partial(access.call, "cancel", {"of": first[0]["call"]}, []))
 
     async def async_exec(self, decoupled: bool = False) -> Any:
         """`exec` for coroutines: others go on meanwhile."""

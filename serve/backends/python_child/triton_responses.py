@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from halfserve.serve.backends.python_child.server_access import Reply, ServerAccess, response_bytes
@@ -12,6 +12,8 @@ from halfserve.serve.backends.python_child.triton_tensors import Tensor, to_wire
 from halfserve.serve.backends.python_child.wire import WireTensor
 
 COMPLETE_FINAL = 1
+RESPONSE_KINDS = (bool, int, str)  # types of parameters
+REQUEST_KINDS = (*RESPONSE_KINDS, float)
 
 
 class InferenceResponse:
@@ -36,7 +38,7 @@ class InferenceResponse:
         if error is not None and not isinstance(error, TritonError):
             raise TritonModelException(f"error is a {type(error).__name__}, expected a pb_utils.TritonError")
         self._error = error
-        self._parameters = checked_parameters(parameters)
+        self._parameters = checked_parameters(parameters, RESPONSE_KINDS)
 
     def output_tensors(self) -> list[Tensor]:
         return self._tensors
@@ -72,17 +74,18 @@ class InferenceResponse:
         )
 
 
-def checked_parameters(parameters: Mapping[str, Any] | None) -> dict[str, bool | int | str | float]:
-    """Parameters of a request or response.
+def checked_parameters(parameters: Mapping[str, Any] | None, kinds: tuple[type, ...]) -> dict[str, bool | int | str | float]:
+    """Parameters of a request or response, whose values are of these types.
 
     Raises:
-        TritonModelException: a name is no text, or a value is none of bool, int, float and str.
+        TritonModelException: a name is no text, or a value is of another type.
     """
     known = dict(parameters or {})
     for name, value in known.items():
-        if not isinstance(name, str) or not isinstance(value, bool | int | str | float):
+        if not isinstance(name, str) or not isinstance(value, kinds):
+            expected = ", ".join(kind.__name__ for kind in kinds)
             raise TritonModelException(
-                f"parameter {name!r} is a {type(value).__name__}, expected bool, int, float or str, by a name that is a str"
+                f"parameter {name!r} is a {type(value).__name__}, expected one of {expected}, by a name that is a str"
             )
     return known
 
@@ -199,9 +202,11 @@ class ResponseIterator:
     Once all have come, it may be iterated again.
     """
 
-    def __init__(self, replies: Iterator[Reply], first: Reply | None = None) -> None:
+    def __init__(self, replies: Iterator[Reply], first: Reply, cancel: Callable[[], object]) -> None:
+        """`cancel` tells the server that the called model should end its work."""
         self._replies = replies
-        self._first = first
+        self._first: Reply | None = first
+        self._cancel = cancel
         self._is_over = False
         self._come: list[InferenceResponse] = []
         self._next = 0
@@ -225,11 +230,9 @@ class ResponseIterator:
         return self._come[self._next - 1]
 
     def cancel(self) -> None:
-        """Want no further responses."""
-        self._is_over = True
-        close = getattr(self._replies, "close", None)
-        if close is not None:
-            close()
+        """Ask the called model to end its work. It decides what comes then, such as an error with the code CANCELLED."""
+        if not self._is_over:
+            self._cancel()
 
 
 def error_of(error: BaseException) -> TritonError:

@@ -51,16 +51,13 @@ class InstanceGroup:
         del self.message.gpus[:]
 
 
-def complete_groups(
-    config: ModelConfig, placement: DevicePlacement, devices: int, *, on_one_device: bool = False
-) -> list[InstanceGroup]:
+def complete_groups(config: ModelConfig, placement: DevicePlacement, devices: int) -> list[InstanceGroup]:
     """Complete the instance groups of a configuration: their names, kinds, counts and devices.
 
     Args:
         config: the model's configuration, which is changed.
         placement: whether the server may use a device.
         devices: number of visible CUDA devices.
-        on_one_device: whether a group that names no devices gets the first one alone, instead of all.
 
     Raises:
         ModelLoadError: a group has an invalid number of copies, or a device that is not there.
@@ -78,7 +75,7 @@ def complete_groups(
         elif message.kind in {AUTO, GPU}:
             _require_devices(config, message, devices)
             message.kind = GPU
-            message.gpus.extend(range(min(1, devices) if on_one_device else devices) if group.takes_all else ())
+            message.gpus.extend(range(devices) if group.takes_all else ())
         groups.append(group)
         total = sum(one.copies for one in groups)
         if total > MAX_COPIES:

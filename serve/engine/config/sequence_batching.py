@@ -76,6 +76,8 @@ class SequencePlan:
         max_delay_s: seconds that a batch of such rows waits for more of them.
         enough_rows: number of ready rows with which it waits no longer.
         is_iterative: whether each request is a sequence, which lasts as long as the model asks for it again.
+        lanes: number of copies between which the sequences are divided, because each keeps its sequences' states in itself; 1
+            if any copy may compute any request.
     """
 
     controls: tuple[ControlInput, ...]
@@ -87,6 +89,7 @@ class SequencePlan:
     max_delay_s: float = 0.0
     enough_rows: int = 1
     is_iterative: bool = False
+    lanes: int = 1
 
     def control(self, kind: int) -> ControlInput | None:
         return next((control for control in self.controls if control.kind == kind), None)

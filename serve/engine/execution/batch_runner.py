@@ -92,6 +92,10 @@ class BatchRunner:
         """The execution in progress of a model that may call other models."""
         return None
 
+    async def is_ready(self) -> bool:
+        """Return whether the model itself says that it is ready for requests. On the event loop."""
+        return True
+
     def prepare(self, requests: list[InferRequest], *, is_behind: bool) -> PreparedBatch | None:  # noqa: ARG002  (of subclasses)
         """Prepare a batch while another one is computed, if it `is_behind` one; None if there is nothing to prepare."""
         return None

@@ -52,6 +52,9 @@ class RequestRunner(BatchRunner):
     def can_reload(self) -> bool:
         return self._how.reload is not None
 
+    async def is_ready(self) -> bool:
+        return await self.backend.is_ready()
+
     def begin(self, requests: list[InferRequest], batch: BegunBatch) -> bool:
         return self.backend.begin(requests, batch)
 

@@ -43,7 +43,7 @@ from halfserve.serve.engine.repository.model_repository import (
     require_inside,
 )
 from halfserve.serve.engine.repository.runtime_views import batch_first, declared_outputs, with_constants
-from halfserve.serve.engine.sequences.sequence_loading import client_view, keeps_sequences, read_plan, sequence_scheduler
+from halfserve.serve.engine.sequences.sequence_loading import client_view, read_plan, sequence_scheduler
 from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 from halfserve.serve.engine.whole_requests import DecoupledRequests, WholeRequests
 
@@ -129,7 +129,7 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
     config = complete_config(files.config, shown, name=files.name, defaults=defaults)
     has_rows = (own is None or own.has_rows) and ragged is None  # whether requests have rows that batches join
     drop_reported(config)
-    groups = complete_groups(config, placement, device_count(), on_one_device=keeps_sequences(config, interface))
+    groups = complete_groups(config, placement, device_count())
     copies = sum(group.copies for group in groups)
     _plan(files.config, config, interface, copies)  # refuses a plan before the copies are loaded
     pause()

@@ -111,6 +111,14 @@ class Step:
         return RemarkedAnswer(wanted, result.parameters) if isinstance(result, RemarkedAnswer) else wanted
 
 
+def slot_of(request: InferRequest) -> int:
+    """Return the slot of a request's sequence."""
+    step = request.done
+    if not isinstance(step, Step) or step.sequence.slot is None:
+        raise TypeError("the request is no step of a sequence with a slot")
+    return step.sequence.slot
+
+
 class SequenceTable:
     """The sequences of one model version: those with a slot run, the others wait for one in order of arrival.
 

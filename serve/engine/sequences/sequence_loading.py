@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,11 +14,13 @@ from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.config.sequence_batching import ReadState, SequencePlan, sequence_plan, state_outputs
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model, Scheduler
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.sequences.sequence_lanes import SequenceLanes
 from halfserve.serve.engine.sequences.sequence_scheduler import IterativeRequests, SequenceScheduler
 from halfserve.serve.engine.sequences.slot_batches import SlotBatches
 from halfserve.serve.engine.sequences.step_inputs import ControlTensors
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors
-from halfserve.serve.engine.whole_requests import WholeRequests
+from halfserve.serve.engine.whole_requests import DecoupledRequests, WholeRequests
 
 
 def client_view(declared: ModelConfig, interface: ModelInterface) -> ModelInterface:
@@ -44,22 +46,17 @@ def read_plan(
         ModelLoadError: the configuration contradicts the model, or asks for something unsupported.
     """
     plan = sequence_plan(config, interface, source=declared.source, copies=copies, read=read)
-    if copies > 1 and keeps_sequences(config, interface):
-        raise ModelLoadError(
-            f"{declared.source}: sequence_batching has no state, so the model may keep it in its instance, and instance_group "
-            f"asks for {copies}; set count: 1, or hand the state over in state"
-        )
     key = "halfserve.latency_target_ms"
     if plan.aligned and own_parameter(config, key, declared.source) is not None:
         raise ModelLoadError(
             f"{declared.source}: {key} has no meaning for batches with a row for each sequence (direct, with "
             "CONTROL_SEQUENCE_READY); remove it"
         )
-    return plan
+    return replace(plan, lanes=copies) if keeps_sequences(config, interface) else plan
 
 
 def keeps_sequences(config: ModelConfig, interface: ModelInterface) -> bool:
-    """Return whether a copy of the model may keep sequences in itself, so that there can be only one copy."""
+    """Return whether a copy of the model may keep sequences in itself, so that each sequence has to stay with its copy."""
     batching = config.sequence_batching
     declares_all = bool(batching.state) or batching.iterative_sequence or interface.kind is ONNX
     return config.HasField("sequence_batching") and not declares_all
@@ -67,9 +64,10 @@ def keeps_sequences(config: ModelConfig, interface: ModelInterface) -> bool:
 
 def sequence_scheduler(model: Model, plan: SequencePlan) -> Scheduler:
     """Make the scheduler of a model with sequences, which passes requests to its batcher."""
-    batcher: Scheduler = model.batcher
+    batchers: list[Scheduler] = [*model.batchers]
     if model.interface.kind is PYTHON:
-        batcher = WholeRequests(model.name, model.batcher, model.statistics, one_by_one=False)
+        batchers = [WholeRequests(model.name, one, model.statistics, one_by_one=False) for one in model.batchers]
+    batcher = batchers[0] if len(batchers) == 1 else SequenceLanes(batchers)
     if plan.is_iterative:
         return IterativeRequests(batcher, model.batcher, plan)
     rows = max(1, model.max_batch_size)
@@ -84,6 +82,26 @@ def first_step(plan: SequencePlan, inputs: Mapping[str, Array], rows: int) -> Te
     added |= {state.input.name: state.initial for state in plan.states}
     repeated = {name: np.repeat(row, rows, axis=0) if plan.batched else row for name, row in added.items()}
     return {**inputs, **repeated}
+
+
+def with_sequences(models: Iterable[Model]) -> list[SequenceScheduler]:
+    """Return the schedulers of those models that have sequences now."""
+    return [found for found in map(sequences_of, models) if found is not None and found.has_sequences]
+
+
+def continues_sequence(models: Iterable[Model], request: InferRequest) -> bool:
+    """Return whether a request continues a sequence of one of these models.
+
+    Raises:
+        InvalidArgumentError: the request's parameters are wrong.
+    """
+    return any(found.takes_further(request) for found in map(sequences_of, models) if found is not None)
+
+
+def sequences_of(model: Model) -> SequenceScheduler | None:
+    """Return the scheduler of a model's sequences; None for a model without sequences."""
+    scheduler = model.scheduler.behind if isinstance(model.scheduler, DecoupledRequests) else model.scheduler
+    return scheduler if isinstance(scheduler, SequenceScheduler) else None
 
 
 def hand_over(before: Mapping[int, Model], models: Sequence[Model]) -> None:

@@ -52,6 +52,7 @@ class SequenceScheduler:
         self._runner = SequenceRunner(label, plan, batcher, statistics, self._notice_empty)
         self._warned_at = -math.inf
         self._drained: asyncio.Event | None = None
+        self._empty = asyncio.Event()
 
     @property
     def running_sequences(self) -> int:
@@ -82,6 +83,28 @@ class SequenceScheduler:
         """Return whether the sequence runs here and takes further requests."""
         sequence = self._runner.table.find(key)
         return sequence is not None and sequence.is_open
+
+    def takes_further(self, request: InferRequest) -> bool:
+        """Return whether a request continues a sequence that runs here or at the predecessor.
+
+        Raises:
+            InvalidArgumentError: its parameters are wrong.
+        """
+        key, starts, _ = sequence_of(request, self._label)
+        return not starts and (self.continues(key) or (self.predecessor is not None and self.predecessor.continues(key)))
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether a sequence runs or waits here or at the predecessor."""
+        return bool(len(self._runner.table)) or (self.predecessor is not None and self.predecessor.has_sequences)
+
+    async def ended(self) -> None:
+        """Return once the sequences here and at the predecessor have ended."""
+        if self.predecessor is not None:
+            await self.predecessor.ended()
+        while len(self._runner.table):
+            self._empty.clear()
+            await self._empty.wait()
 
     def submit(self, request: InferRequest) -> None:
         """Take a request of a sequence; see `Scheduler.submit`.
@@ -183,6 +206,7 @@ class SequenceScheduler:
             logger.warning(said, self._label, key, extra={"model": self._label})
 
     def _notice_empty(self) -> None:
+        self._empty.set()
         if self._drained is not None:
             self._drained.set()
 

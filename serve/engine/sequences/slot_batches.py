@@ -20,7 +20,7 @@ from halfserve.serve.engine.queueing.admission_control import late_error
 from halfserve.serve.engine.queueing.deadline_timer import DeadlineTimer
 from halfserve.serve.engine.queueing.waiting_requests import is_late
 from halfserve.serve.engine.requests import InferRequest
-from halfserve.serve.engine.sequences.sequence import Step
+from halfserve.serve.engine.sequences.sequence import slot_of
 from halfserve.serve.engine.sequences.step_inputs import ControlTensors
 from halfserve.serve.engine.tensors import Array, Tensors
 
@@ -133,10 +133,10 @@ class SlotBatches:
 
     def _place(self, request: InferRequest) -> tuple[int, int]:
         """Return the group of a request's slot, and the row in its batches."""
-        step = request.done
-        if not isinstance(step, Step) or step.sequence.slot is None:
-            raise TypeError("the request is no step of a sequence with a slot")
-        return divmod(step.sequence.slot, self._rows)
+        if self._plan.lanes == 1:
+            return divmod(slot_of(request), self._rows)
+        row, group = divmod(slot_of(request), self._plan.lanes)  # the group is the lane (`SequenceLanes`)
+        return group, row
 
     def _dispatch_soon(self, group: _Group) -> None:
         """Dispatch later in this turn of the loop, so that requests of one turn share a batch."""

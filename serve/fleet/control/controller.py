@@ -132,16 +132,16 @@ class Controller:
         for name in sorted(names) if model is None else [model]:
             if not self._is_loaded(name):  # it was unloaded meanwhile
                 continue
-            request = pb.RepositoryModelLoadRequest(model_name=name).SerializeToString()
-            for group in _groups(self._servers(name)):
-                last = (await self._wanted.read(group)).get(model_target(name))
-                if last is not None and last.path == LOAD:
-                    request = last.request
-            await self._load(name, request)
+            request = await self._last_load(name) or pb.RepositoryModelLoadRequest(model_name=name)
+            await self._load(name, request.SerializeToString())
 
     # Commands, which a client's end does not interrupt.
 
     async def _load_request(self, request: pb.RepositoryModelLoadRequest) -> Message:
+        if not request.parameters:  # it keeps the configuration of the load before it, at members that join later too
+            last = await self._last_load(request.model_name)
+            if last is not None and list(last.parameters) == ["config"]:
+                request = last
         data = request.SerializeToString()
         if len(data) > UPLOAD_BYTES:
             raise InvalidArgumentError(
@@ -150,6 +150,15 @@ class Controller:
             )
         await self._load(request.model_name, data)
         return pb.RepositoryModelLoadResponse()
+
+    async def _last_load(self, name: str) -> pb.RepositoryModelLoadRequest | None:
+        """Return the load in the wanted state of a model; None if it has none or an unload."""
+        found = None
+        for group in _groups(self._servers(name)):
+            last = (await self._wanted.read(group)).get(model_target(name))
+            if last is not None and last.path == LOAD:
+                found = pb.RepositoryModelLoadRequest.FromString(last.request)
+        return found
 
     async def _load(self, name: str, request: bytes) -> None:
         await finished(self._try_and_spread(name, Order.new(LOAD, request)), self._tasks)

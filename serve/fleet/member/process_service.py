@@ -27,6 +27,7 @@ from halfserve.serve.engine.errors import InferenceError, RegionInUseError
 from halfserve.serve.fleet.member.fleet_commands import (
     COMMANDS,
     INDEX,
+    LOAD,
     MODEL,
     READ_COUNTERS,
     READY,
@@ -170,6 +171,8 @@ class ProcessService:
             return asked
         async with self.journal.turn(command.turn):
             answer: Message = await local(request, call)
+            if path == LOAD:
+                _name_override(request, call.server.core.override(request.model_name))
             begun = []
             for kind, name, one in targets:  # on a thread, as a load request may contain a model's files
                 begun.append(await asyncio.to_thread(self.journal.begin, kind, name, path, one.SerializeToString()))
@@ -242,6 +245,12 @@ class ProcessService:
         texts = MetricTexts()
         texts.add(merge_metrics(own.metrics, (MemberCounters.from_bytes(one.value).metrics for one in others.values())))
         return texts.joined(), CONTENT_TYPE
+
+
+def _name_override(request: pb.RepositoryModelLoadRequest, config: str | None) -> None:
+    """Add the configuration that a load without one has kept, as members that join later did not see the load before."""
+    if config is not None:
+        request.parameters["config"].string_param = config
 
 
 def _key(kind: str, name: str) -> str:

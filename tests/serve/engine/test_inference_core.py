@@ -176,7 +176,8 @@ OURS, THEIRS = ("ours", "ours_too", "ours_broken", "ours_loadable"), ("theirs", 
 ROOT = Path(__file__).parents[3]
 # What a view does as a core without models does it: it finds models by what is handed on, or changes nothing but itself.
 AS_WITHOUT_MODELS = {
-    *("model", "replace", "notify", "retire", "drain", "clean_up", "leaving", "on_change", "off_change", "changed")
+    *("model", "replace", "notify", "retire", "finish_sequences", "drain", "clean_up"),
+    *("says_ready", "leaving", "on_change", "off_change", "changed"),
 }
 
 

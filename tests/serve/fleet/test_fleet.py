@@ -47,6 +47,22 @@ def test_a_model_is_unloaded_and_loaded_everywhere(fleet: Fleet) -> None:
         first.load_model("nothing")
 
 
+def test_a_config_of_a_load_request_is_kept_by_new_servers_too(fleet: Fleet) -> None:
+    def most_rows(client: Client) -> int:
+        size: int = client.model_config("mlp").max_batch_size
+        return size
+
+    before = fleet.agree(most_rows)
+    fleet.clients[0].load_model("mlp", config={"max_batch_size": 3})
+    fleet.clients[-1].load_model("mlp")
+    assert fleet.agree(most_rows) == 3
+    fleet.lose_one(infer)
+    assert fleet.agree(most_rows) == 3
+    fleet.clients[0].unload_model("mlp")
+    fleet.clients[-1].load_model("mlp")
+    assert fleet.agree(most_rows) == before
+
+
 def test_settings_hold_everywhere(fleet: Fleet) -> None:
     fleet.clients[0].log_settings(log_verbose_level=1)
     assert fleet.agree(lambda client: client.log_settings()["log_verbose_level"]) == 1

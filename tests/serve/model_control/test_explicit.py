@@ -114,14 +114,36 @@ def test_the_index_can_list_ready_models_only(server: RunningServer, client: tri
     assert [(m.name, m.state) for m in pb.RepositoryIndexResponse.FromString(answer).models] == [("mlp", "READY")]
 
 
-def test_a_config_that_comes_along_replaces_the_folders_own(client: triton.InferenceServerClient) -> None:
+def config_of(client: triton.InferenceServerClient) -> tuple[int, str]:
+    """Return the batch size of the model's configuration, and its parameter "who"."""
+    config = client.get_model_config("mlp", as_json=True)["config"]
+    return config["max_batch_size"], config["parameters"].get("who", {}).get("string_value", "")
+
+
+def test_a_config_that_comes_along_is_kept_by_later_loads(client: triton.InferenceServerClient) -> None:
     client.load_model("mlp", config=json.dumps({"max_batch_size": 3, "parameters": {"who": {"string_value": "me"}}}))
-    config = client.get_model_config("mlp", as_json=True)["config"]
-    assert (config["max_batch_size"], config["parameters"]["who"]) == (3, {"string_value": "me"})
     client.load_model("mlp")
-    config = client.get_model_config("mlp", as_json=True)["config"]
-    assert config["max_batch_size"] == 32
-    assert "who" not in config["parameters"]
+    assert config_of(client) == (3, "me")
+    assert refusal(client, "mlp", config="no JSON")[0] == "INVALID_ARGUMENT"
+    client.load_model("mlp")
+    assert config_of(client) == (3, "me")
+    client.load_model("mlp", config='{"max_batch_size": 4}')
+    client.load_model("mlp")
+    assert config_of(client) == (4, "")
+    client.unload_model("mlp")
+    client.load_model("mlp")
+    assert config_of(client) == (32, "")
+
+
+def test_changed_files_end_a_config_that_came_along(client: triton.InferenceServerClient, repository: Path) -> None:
+    client.load_model("mlp", config='{"max_batch_size": 3}')
+    (repository / "mlp" / "config.pbtxt").write_text("max_batch_size: 5")
+    client.load_model("mlp")
+    assert config_of(client) == (5, "")
+    client.load_model("mlp", config='{"max_batch_size": 3}')
+    save_mlp(repository / "mlp" / "2" / "model.onnx")
+    client.load_model("mlp")
+    assert config_of(client) == (5, "")
 
 
 def test_the_config_that_the_server_tells_can_be_sent_back(client: triton.InferenceServerClient) -> None:

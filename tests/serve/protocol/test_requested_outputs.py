@@ -12,7 +12,14 @@ from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest, Mo
 from halfserve.serve.engine.errors import InvalidArgumentError, UnsupportedError
 from halfserve.serve.engine.requests import RemarkedAnswer
 from halfserve.serve.protocol.codec import RequestedOutput, requested_names, special_outputs
-from halfserve.serve.protocol.request_cache import MANY_CLASSES, MAX_NAMED, ResponseTemplates, classify, parameters_of
+from halfserve.serve.protocol.request_cache import (
+    MANY_CLASSES,
+    MAX_CLASSES,
+    MAX_NAMED,
+    ResponseTemplates,
+    classify,
+    parameters_of,
+)
 from halfserve.serve.protocol.shared_memory import SharedMemory
 from tests.serve.protocol.test_codec import OFF, TWO, model
 
@@ -168,6 +175,9 @@ def test_no_more_classes_are_named_than_an_answer_takes() -> None:
     assert classify(scores, MAX_NAMED // 2, (), batched=True).shape == (2, MAX_NAMED // 2)
     with pytest.raises(InvalidArgumentError, match="131072 classes are asked for, expected at most 65536; ask for fewer"):
         classify(scores, 2**40, (), batched=True)
+    with pytest.raises(InvalidArgumentError, match="too large: it has 1000001 classes, expected at most 1000000; ask for"):
+        classify(np.zeros((2, MAX_CLASSES + 1), np.int8), 1, (), batched=True)
+    assert classify(np.zeros(MAX_CLASSES, np.int8), 1, (), batched=False) == [b"0:0"]
 
 
 def test_remarks_are_texts() -> None:

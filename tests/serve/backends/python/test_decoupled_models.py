@@ -274,6 +274,41 @@ def test_cancellation_reaches_the_model(tmp_path: Path) -> None:
         server.until(lambda: server.core.model("endless").statistics.totals.failures == {"cancelled": 1})
 
 
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_model_cancels_the_responses_of_a_decoupled_one(tmp_path: Path, ignores: bool) -> None:
+    endless = f"""
+    class TritonPythonModel:
+        def execute(self, requests):
+            sender = requests[0].get_response_sender()
+            for at in range(9):
+                if requests[0].is_cancelled() and not {ignores}:
+                    sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("ended", pb_utils.TritonError.CANCELLED)))
+                    break
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.ones(1, np.float32))]))
+                time.sleep(0.05)
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+    """
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            call = pb_utils.InferenceRequest(model_name="endless", requested_output_names=["y"], inputs=requests[0].inputs())
+            responses, seen = call.exec(decoupled=True), []
+            for response in responses:
+                seen.append(response.error().code() if response.has_error() else len(response.output_tensors()))
+                if len(seen) == 1:
+                    responses.cancel()
+            responses.cancel()  # it has ended, so that nothing happens
+            seen = [seen.count(1), seen.count(pb_utils.TritonError.CANCELLED)]
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array(seen, np.float32))])]
+    """
+    save_python_model(tmp_path, "endless", endless, DECOUPLED)
+    save_python_model(tmp_path, "cancels", code)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        answers, cancellations = infer(client, "cancels", np.ones(1, np.float32), client_timeout=60)
+    assert (answers == 9) == ignores
+    assert cancellations == (0 if ignores else 1)
+
+
 def test_a_model_iterates_over_the_responses_of_a_decoupled_one(tmp_path: Path) -> None:
     code = """
     class TritonPythonModel:

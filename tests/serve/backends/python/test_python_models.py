@@ -362,6 +362,12 @@ def test_what_a_request_says_of_itself_reaches_the_model(tmp_path: Path) -> None
     assert (parameters["took"].int64_param, parameters["ok"].bool_param) == (3, True)
 
 
+@pytest.mark.parametrize("value", ["0.5", "None", "[1]"])
+def test_parameters_of_responses_are_what_triton_takes(client: InferenceServerClient, value: str) -> None:
+    with pytest.raises(InferenceServerException, match="parameter 'of' is a .*, expected one of bool, int, str"):
+        answered(client, f"[pb_utils.InferenceResponse([], parameters={{'of': {value}}})]")
+
+
 CRASHES = """
 class TritonPythonModel:
     def execute(self, requests):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,27 @@ def test_a_model_gets_controls_that_its_inputs_do_not_list(tmp_path: Path, strat
         assert [tensor.name for tensor in client.get_model_metadata("adds").inputs] == ["x"]
         sums = [float(infer(client, "adds", x, client_timeout=60, **place(step)).ravel()[0]) for step in range(3)]
     assert sums == [1, 2, 3]
+
+
+@pytest.mark.parametrize("strategy", ["direct { }", "oldest { }"])
+def test_a_sequence_stays_with_the_copy_that_it_began_on(tmp_path: Path, strategy: str) -> None:
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    code = ADDS.replace("return self", f"open(f'{seen}/{{os.getpid()}}-{{key}}', 'w').close()\n        return self")
+    code = code.replace("as_numpy() for", "as_numpy()[-1:] for")  # with `direct`, rows of other slots come before its own
+    config = f"{CONTROLS.replace('STRATEGY', strategy)} max_batch_size: 2 instance_group {{ count: 2 kind: KIND_CPU }}"
+    models = tmp_path / "models"
+    save_python_model(models, "adds", f"import os\n{code}", config)
+    x, keys = np.ones((1, 1), np.float32), range(1, 5)
+    with serving(models) as server, InferenceServerClient(server.address) as client, ThreadPoolExecutor(4) as threads:
+
+        def ask(step: int, key: int) -> int:
+            return int(infer(client, "adds", x, client_timeout=60, **place(step, key)).item())
+
+        answers = [list(threads.map(partial(ask, step), keys)) for step in range(3)]
+    assert answers == [[1] * 4, [2] * 4, [3] * 4]
+    copies = Counter(path.name.partition("-")[0] for path in seen.iterdir())
+    assert list(copies.values()) == [2, 2]
 
 
 def test_the_server_keeps_the_state_of_a_model(tmp_path: Path) -> None:

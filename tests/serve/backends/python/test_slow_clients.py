@@ -75,7 +75,7 @@ class TritonPythonModel:
         found = self.pool.apply(read_all, (number, size)) if forks else read_all(number, size)
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array(found, np.float32))])]
 """
-# What the transport, the sockets and a gRPC client hold of a stream, in responses of 1 MiB: 25 were seen, of 300 without a limit.
+# What the transport, the sockets and a gRPC client hold of a stream, in responses of 1 MiB; 25 were seen, and 300 are all.
 MOST_AHEAD = 40
 
 

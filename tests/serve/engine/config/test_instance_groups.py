@@ -90,12 +90,6 @@ def test_the_first_copy_may_fall_back_on_the_cpu_and_no_other() -> None:
     assert asked == [(0, False), (1, True), (2, True)]
 
 
-def test_a_model_may_take_the_first_device_alone() -> None:
-    config = ModelConfig(name="m")
-    (group,) = complete_groups(config, ANYWHERE, 4, on_one_device=True)
-    assert [place.device_id for place in group.places(ANYWHERE)] == [0]
-
-
 def test_instance_groups_share_one_bound_of_copies() -> None:
     def groups(count: int) -> str:
         return "instance_group { count: 10 kind: KIND_CPU }" * count
