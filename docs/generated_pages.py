@@ -49,7 +49,6 @@ ADVICE: dict[type[InferenceError], str] = {
     errors.AlreadyExistsError: "Choose another name, or remove the old object first.",
     errors.UnsupportedError: "Leave the feature out.",
     errors.RequestCancelledError: "Repeat the request if you still want the answer.",
-    errors.RegionInUseError: "Wait for the answer, then unregister the region.",
     errors.UnknownError: "Read the model's code: the text is its own.",
 }
 STAGES = {"halfserve.amp_core": "Training", "halfserve.export": "Converting", "halfserve.serve": "Client"}

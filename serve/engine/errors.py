@@ -134,10 +134,6 @@ class UnsupportedError(InferenceError):
     """A feature of the protocol that this server does not have."""
 
 
-class RegionInUseError(InferenceError):
-    """A region of shared memory to unregister is used by an unanswered request; INTERNAL, as in Triton."""
-
-
 class BackendError(InferenceError):
     """The model failed on this request."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfserve.serve.engine.repository.model_repository import ModelRepository
-from halfserve.serve.model_control.loader_thread import LoaderThread
+from halfserve.serve.model_control.loader_threads import LoaderThreads
 from halfserve.serve.model_control.watch import Fingerprint, fingerprint
 
 
@@ -28,10 +28,10 @@ class ConfigOverrides:
     An override holds until another one, an unload, or a load after the model's files in the repository have changed.
     """
 
-    def __init__(self, repository: ModelRepository, thread: LoaderThread) -> None:
-        """Start without overrides; files are looked at on `thread`."""
+    def __init__(self, repository: ModelRepository, threads: LoaderThreads) -> None:
+        """Start without overrides; files are looked at on `threads`."""
         self._repository = repository
-        self._thread = thread
+        self._threads = threads
         self._by_model: dict[str, ConfigOverride] = {}
 
     def get(self, name: str) -> str | None:
@@ -62,7 +62,7 @@ class ConfigOverrides:
             self._by_model[name] = override
 
     async def _files(self, name: str) -> Fingerprint:
-        return await self._thread.run(_files, self._repository, name)
+        return await self._threads.run(_files, self._repository, name)
 
 
 def _files(repository: ModelRepository, name: str) -> Fingerprint:

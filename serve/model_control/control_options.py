@@ -43,7 +43,8 @@ class ControlOptions:
         uploads: whether load requests may bring model files.
         warm_up_budget_s: seconds for trying out all batch sizes of one model version; the check of batch invariance may take
             the same time again, and so may the proof that the version may be padded.
-        load_limit_s: seconds for loading one model version and trying it out.
+        load_limit_s: seconds for loading one model version, and again for trying it out.
+        load_threads: number of models that load at once; 0 for the number of processors, and half of it beside requests.
         certificate_key: PEM file of the Ed25519 public key that must have signed the models' certificates; None requires no
             signature.
         lame_duck_s: seconds after SIGTERM in which the server is not ready but still takes requests, so that load balancers
@@ -58,6 +59,7 @@ class ControlOptions:
     uploads: bool = False
     warm_up_budget_s: float = 5.0
     load_limit_s: float = 1800.0
+    load_threads: int = 0
     certificate_key: Path | None = None
     lame_duck_s: float = 0.0
 

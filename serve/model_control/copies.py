@@ -23,15 +23,16 @@ Names = Mapping[str, DeclaredConfig | None]
 class ModelCopies:
     """Keeps the models that are served or being loaded in the local copy. Lives on the event loop; threads do the work."""
 
-    def __init__(self, copy: RepositoryCopy, core: InferenceCore, thread: LoaderThread) -> None:
+    def __init__(self, copy: RepositoryCopy, core: InferenceCore) -> None:
         self._copy = copy
         self._core = core
-        self._thread = thread
+        self._thread = LoaderThread("copies")  # of its own, because one update at a time may copy
         self._arriving: list[str] = []  # models that are being loaded; a name may come twice
         self._failing: set[str] = set()  # models whose failure has been logged
 
     def close(self) -> None:
-        """Remove the copy's folder."""
+        """Stop copying, and remove the copy's folder."""
+        self._thread.stop()
         self._copy.close()
 
     async def start(self, names: Names | None, *, keep_going: bool) -> None:

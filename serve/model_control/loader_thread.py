@@ -137,13 +137,6 @@ class LoaderThread:
             run.abandon()
             raise
 
-    def step_aside(self) -> None:
-        """Run the following functions on another thread, because the running function waits for one of them.
-
-        Raises RuntimeError if the process may start no more threads.
-        """
-        self._leave_behind()
-
     def _leave_behind(self) -> None:
         if self._is_stopped:
             return

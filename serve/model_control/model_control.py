@@ -19,12 +19,14 @@ from halfserve.serve.engine.errors import (
     UnmetStepsError,
 )
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.engine.repository.model_loading import models_below
+from halfserve.serve.engine.repository.model_loading import models_below, warms_up_code
 from halfserve.serve.engine.repository.model_repository import ModelRepository, find_models
+from halfserve.serve.engine.resource_limits import usable_cores
 from halfserve.serve.model_control.config_overrides import ConfigOverrides
 from halfserve.serve.model_control.control_options import ALL, ControlMode, ControlOptions, start_error
 from halfserve.serve.model_control.copies import ModelCopies
 from halfserve.serve.model_control.loader_thread import LoaderThread
+from halfserve.serve.model_control.loader_threads import LoaderThreads
 from halfserve.serve.model_control.switch import Switch
 from halfserve.serve.model_control.uploads import UploadedModels, check_name
 from halfserve.serve.model_control.version_loading import VersionLoader
@@ -32,6 +34,8 @@ from halfserve.serve.model_control.watch import RepositoryWatch
 from halfserve.serve.storage.repository_copy import RepositoryCopy
 
 logger = logging.getLogger(__name__)
+
+FEWEST_IN_SERVICE = 2  # models that load at once beside requests, as one of them may only wait
 
 
 class ModelControl:
@@ -49,16 +53,17 @@ class ModelControl:
         self._core = core
         self._repository = repository
         self._options = options
-        self._thread = LoaderThread()
-        # Listing models must not wait for a load, and therefore has a thread of its own.
-        self._lookout = LoaderThread("lookout", works_long=False) if options.mode is ControlMode.EXPLICIT else None
-        self._copies = None if copy is None else ModelCopies(copy, core, self._thread)
+        self._threads = LoaderThreads(options.load_threads or usable_cores())
+        # Listing models must not wait for a load, and therefore has a thread of its own; watching their files may take long.
+        is_watching = options.mode is ControlMode.POLL
+        self._lookout = None if options.mode is ControlMode.NONE else LoaderThread("lookout", works_long=is_watching)
+        self._copies = None if copy is None else ModelCopies(copy, core)
         self._unreadable = False  # whether the repository's error has been logged
-        self._switch = Switch(core, loader, self._thread, load_limit_s=options.load_limit_s)
+        self._switch = Switch(core, loader, self._threads, load_limit_s=options.load_limit_s)
         # The values are weak, so that a lock exists only while it is in use: clients choose the names.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._uploads = UploadedModels(core, self._thread, allowed=options.uploads)
-        self._overrides = ConfigOverrides(repository, self._thread)
+        self._uploads = UploadedModels(core, self._threads, allowed=options.uploads)
+        self._overrides = ConfigOverrides(repository, self._threads)
         self._nested: list[tuple[str, str]] = []  # models being loaded, each with a model that it waits for
         self._tasks: set[asyncio.Task[None]] = set()
         self._loaded_as_steps: set[str] = set()  # models loaded for ensembles, and not by a request of their own
@@ -73,35 +78,19 @@ class ModelControl:
                 `start_error`.
         """
         options = self._options
-        follow_store = None
         if self._copies is not None:
             await self._copies.start(_copied_at_start(options), keep_going=options.keep_going)
-            follow_store = self._copies.follow
-        watch = RepositoryWatch(
-            self._repository,
-            self._thread,
-            interval_s=options.poll_interval_s,
-            settle_s=options.settle_s,
-            refresh=follow_store,
-        )
-        if options.mode is ControlMode.POLL:
+        watch = self._watch()
+        if watch is not None:
             await watch.remember()
-        tried, refused = set[str](), dict[str, list[ModelLoadError]]()
-        wanted = await self._thread.run(_wanted_at_start, self._repository, options)
-        for name in wanted:
-            for model in [*await self._below(name), name]:
-                if model in tried:
-                    continue
-                tried.add(model)
-                errors = await self._bring_in(model, log_level=logging.WARNING if options.keep_going else logging.DEBUG)
-                if errors:
-                    refused[model] = errors
+        wanted = await self._threads.run(_wanted_at_start, self._repository, options)
+        refused, tried = await self._load_at_start(wanted)
         if refused and not options.keep_going:
             raise start_error(refused, has_others=len(tried) > len(refused))
         self._loaded_as_steps = tried.difference(wanted)
         self._switch.log_level = logging.INFO
-        self._thread.in_service = True
-        if options.mode is ControlMode.POLL:
+        self._enter_service()
+        if watch is not None:
             self._task(watch.run(self._follow))
         await self.refresh()
 
@@ -109,7 +98,7 @@ class ModelControl:
         """Stop watching and loading; a running load is abandoned."""
         for task in self._tasks:
             task.cancel()
-        self._thread.stop()
+        self._threads.stop()
         if self._lookout is not None:
             self._lookout.stop()
         self._uploads.close()
@@ -130,8 +119,8 @@ class ModelControl:
             )
         self._nested.append((caller, name))
         try:
-            self._thread.step_aside()
-            await asyncio.shield(self._task(self._load(name, config, files)))
+            with self._threads.one_more():
+                await asyncio.shield(self._task(self._load(name, config, files)))
         finally:
             self._nested.remove((caller, name))
 
@@ -147,9 +136,57 @@ class ModelControl:
         """Return the configuration of the load request that a model is served with; None for that of the repository."""
         return self._overrides.get(name)
 
+    async def _load_at_start(self, wanted: list[str]) -> tuple[dict[str, list[ModelLoadError]], set[str]]:
+        """Load models at the same time, ensembles after the models of their steps.
+
+        Code that runs in a warm-up may call the models before its own, as their order is the only one that such code can have.
+
+        Returns:
+            The refusals by model, and the names of all models that were tried, with those of steps.
+        """
+        log_level = logging.WARNING if self._options.keep_going else logging.DEBUG
+        loads: dict[str, asyncio.Task[list[ModelLoadError]]] = {}
+
+        async def load(model: str, before: list[asyncio.Task[list[ModelLoadError]]]) -> list[ModelLoadError]:
+            if before:
+                await asyncio.wait(before)
+            return await self._bring_in(model, log_level=log_level)
+
+        try:
+            for name in wanted:
+                below = await self._below(name)
+                for model in [step for step in (*below, name) if step not in loads]:
+                    needed = below if model == name else await self._below(model)
+                    has_code = await self._threads.run(warms_up_code, self._repository, model)
+                    before = [*loads.values()] if has_code else [loads[step] for step in needed]
+                    loads[model] = asyncio.create_task(load(model, before))
+            errors = await asyncio.gather(*loads.values())
+        finally:
+            for task in loads.values():
+                task.cancel()
+        return {model: found for model, found in zip(loads, errors, strict=True) if found}, set(loads)
+
+    def _watch(self) -> RepositoryWatch | None:
+        """Return what watches the repository in the mode POLL."""
+        if self._lookout is None or self._options.mode is not ControlMode.POLL:
+            return None
+        return RepositoryWatch(
+            self._repository,
+            self._lookout,
+            interval_s=self._options.poll_interval_s,
+            settle_s=self._options.settle_s,
+            refresh=None if self._copies is None else self._copies.follow,
+        )
+
+    def _enter_service(self) -> None:
+        """Leave cores to the requests from now on."""
+        self._threads.in_service = True
+        if not self._options.load_threads:
+            self._threads.most = max(FEWEST_IN_SERVICE, self._threads.most // 2)
+
     async def refresh(self) -> None:
         """Update the list of loadable models."""
-        if self._lookout is None:
+        if self._lookout is None or self._options.mode is not ControlMode.EXPLICIT:
             return
         try:
             if self._copies is not None:
@@ -223,18 +260,18 @@ class ModelControl:
         """Parse the configuration that a load request brings; None if it brings none."""
         if config is None:
             return None
-        return await self._thread.run(lambda: config_from_json(config, repository.path_of(name) / name))
+        return await self._threads.run(lambda: config_from_json(config, repository.path_of(name) / name))
 
     async def _below(self, name: str, declared: DeclaredConfig | None = None) -> list[str]:
         """Return the models that an ensemble needs, in the order to load them; none if the model itself cannot be loaded."""
         try:
-            return await self._thread.run(models_below, self._repository, name, declared)
+            return await self._threads.run(models_below, self._repository, name, declared)
         except ModelLoadError:
             return []
 
     async def _load_from(self, repository: ModelRepository, name: str, config: str | None, refused_steps: list[str]) -> None:
         try:
-            known = name in await self._thread.run(repository.names)
+            known = name in await self._threads.run(repository.names)
         except ModelLoadError as error:
             logger.warning("%s", error)
             raise UnavailableError("the repository cannot be read now; the server's log says why") from None
@@ -267,7 +304,7 @@ class ModelControl:
     async def _follow(self, name: str, there: bool) -> None:
         """Load or unload a model whose files in the repository have changed."""
         # As in Triton, a model that has come to a second repository is served from neither.
-        if not there or len(await self._thread.run(self._repository.having, name)) > 1:
+        if not there or len(await self._threads.run(self._repository.having, name)) > 1:
             self._refused_ensembles.discard(name)
             async with self._lock(name):
                 await self._switch.take_out(name)

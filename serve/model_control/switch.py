@@ -5,33 +5,42 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
+from halfserve.serve.engine.backend import ENSEMBLE, PYTHON
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.ensembles.composition import EnsembleComposition
+from halfserve.serve.engine.ensembles.graph import is_ensemble
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionState
 from halfserve.serve.engine.repository.model_loading import models_below
 from halfserve.serve.engine.repository.model_repository import ModelFiles, ModelRepository
-from halfserve.serve.model_control.loader_thread import LoaderThread
+from halfserve.serve.model_control.load_memory import LoadMemory, needed_bytes
+from halfserve.serve.model_control.loader_threads import LoaderThreads
 from halfserve.serve.model_control.version_loading import VersionLoader
 from halfserve.serve.model_control.watch import VersionFingerprint, version_fingerprint
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 LEAVE_S = 30.0  # seconds to wait for a model's accepted requests before an unload returns anyway
 RELOADING = "serves as it was loaded before; what is there now is being loaded"
 OLD_ONE_SERVES = "serves as it was loaded before; what is there now was refused: "
 
 
 class Switch:
-    """Replaces the core's models, one model at a time. Lives on the event loop; the loader's thread does the work."""
+    """Replaces the core's models, several models at a time. Lives on the event loop; the loader's threads do the work."""
 
-    def __init__(self, core: InferenceCore, loader: VersionLoader, thread: LoaderThread, *, load_limit_s: float) -> None:
+    def __init__(self, core: InferenceCore, loader: VersionLoader, threads: LoaderThreads, *, load_limit_s: float) -> None:
         self._core = core
         self._loader = loader
-        self._thread = thread
+        self._threads = threads
         self._load_limit_s = load_limit_s
+        self._memory = LoadMemory()
+        self._trial = asyncio.Lock()  # trials measure times, and therefore run one at a time
         self._fingerprints: dict[tuple[str, int], VersionFingerprint] = {}
         self.log_level = logging.DEBUG  # level of messages about successes; DEBUG during the start
 
@@ -121,15 +130,24 @@ class Switch:
         self, repository: ModelRepository, name: str, declared: DeclaredConfig | None
     ) -> list[tuple[ModelFiles, VersionFingerprint]]:
         try:
-            return await self._thread.run(_look, repository, name, declared, limit_s=self._load_limit_s)
+            return await self._run(_look, repository, name, declared)
         except TimeoutError:
             raise ModelLoadError(
                 f"{name}: its files were not looked at within {self._load_limit_s:g} s (--load-seconds); it is given up"
             ) from None
 
     async def _made(self, files: ModelFiles) -> Model:
+        """Load, try out and start a version; either of both steps may take the time limit."""
+        message = files.config.message
+        copies = 0 if is_ensemble(message) else sum(max(1, group.count) for group in message.instance_group) or 1
         try:
-            return await self._thread.run(self._make, files, limit_s=self._load_limit_s)
+            needed = await self._run(needed_bytes, files.model, copies) if copies else 0
+            async with self._memory.claimed(files.model, needed):
+                loaded = await self._run(self._loader.loaded, files)
+            # The code of a Python model may load others while it is tried out, which then have their trials.
+            is_free = loaded.interface.kind in {PYTHON, ENSEMBLE}
+            async with nullcontext() if is_free else self._trial:
+                return await self._run(self._loader.ready, loaded)
         except TimeoutError:
             raise ModelLoadError(
                 f"{files.model}: was not loaded and tried out within {self._load_limit_s:g} s (--load-seconds), and is given up"
@@ -137,9 +155,8 @@ class Switch:
         except OSError as error:  # an error of the file system, or too many files or threads; a stack trace would not help
             raise ModelLoadError(f"{files.model}: cannot be loaded: {error.strerror or error}") from None
 
-    def _make(self, files: ModelFiles) -> Model:
-        """Load a version and start its threads, on the loader's thread, because that takes long on a busy machine."""
-        return self._loader.model(files)
+    async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await self._threads.run(function, *arguments, limit_s=self._load_limit_s)
 
     def _refuse(self, repository: ModelRepository, name: str, versions: list[int] | list[str], error: ModelLoadError) -> None:
         reason = _for_clients(str(error), repository)

@@ -23,7 +23,7 @@ from halfserve.serve.engine.disk_files import temporary_folder
 from halfserve.serve.engine.errors import FailedPreconditionError, InvalidArgumentError, ModelLoadError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.repository.model_repository import ModelRepository
-from halfserve.serve.model_control.loader_thread import LoaderThread
+from halfserve.serve.model_control.loader_threads import LoaderThreads
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +40,10 @@ MAX_INSTRUCTIONS = 100_000  # parsed at most, which takes 0.1 s
 class UploadedModels:
     """Keeps the uploaded files of each model as long as a serving version needs them. Lives on the event loop."""
 
-    def __init__(self, core: InferenceCore, thread: LoaderThread, *, allowed: bool) -> None:
+    def __init__(self, core: InferenceCore, threads: LoaderThreads, *, allowed: bool) -> None:
         """Keep no files yet; `allowed`: load requests may bring files, which `thread` writes."""
         self._core = core
-        self._thread = thread
+        self._threads = threads
         self._allowed = allowed
         self._folders: dict[str, list[tempfile.TemporaryDirectory[str]]] = {}
 
@@ -61,7 +61,7 @@ class UploadedModels:
                 "--model-uploads"
             )
         # Files are written to their end even if the client goes, so that the folder is known and can be deleted.
-        writing = asyncio.ensure_future(self._thread.run(_written, name, config, files))
+        writing = asyncio.ensure_future(self._threads.run(_written, name, config, files))
         try:
             folder = await asyncio.shield(writing)
         except asyncio.CancelledError:

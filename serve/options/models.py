@@ -44,9 +44,18 @@ class Models:
         _models(
             min=1,
             max=86400,
-            help="Time for loading a model version and trying it out; if that hangs, it is refused, and others can be loaded.",
+            help="Time for loading a model version, and again for trying it out; if that hangs, it is refused.",
         ),
     ] = ControlOptions.load_limit_s
+    load_threads: Annotated[
+        int,
+        _models(
+            min=0,
+            max=1024,
+            help="Models that load at once; 0 for the number of processors, and half of it, at least 2, beside requests. "
+            "Models whose files exceed the free memory together wait for each other.",
+        ),
+    ] = ControlOptions.load_threads
     keep_going: Annotated[bool, _models("--keep-going", help="Start with the models that can be served where one cannot.")] = (
         ControlOptions.keep_going
     )
@@ -104,6 +113,7 @@ class Models:
             uploads=self.model_uploads,
             warm_up_budget_s=self.warm_up_seconds,
             load_limit_s=self.load_seconds,
+            load_threads=self.load_threads,
             certificate_key=certificate_key,
             lame_duck_s=lame_duck_s,
         )

@@ -22,7 +22,6 @@ from halfserve.serve.engine.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
-    RegionInUseError,
     UnsupportedError,
 )
 from halfserve.serve.engine.resource_limits import most_regions
@@ -105,6 +104,7 @@ class SharedMemory:
     Attributes:
         enabled: whether clients may use shared memory.
         uses: number of unanswered requests that use a region, by the region's name; see `RegionUse`.
+        ending: names of the regions that are unregistered once their requests have ended.
         on_lost_device: called on the event loop with the error of a device that is lost to this process.
     """
 
@@ -117,6 +117,7 @@ class SharedMemory:
         self._regions: dict[str, SystemRegion | CudaRegion] = {}
         self._numbers: dict[str, int] = {}
         self.uses: dict[str, int] = {}
+        self.ending: set[str] = set()
         self.on_lost_device: Callable[[str], None] = lambda _: None
         self._bindings: list[RegionBinding] = []
 
@@ -157,23 +158,24 @@ class SharedMemory:
     def unregister(self, name: str, kind: type[Kind]) -> None:
         """Close a region of one kind; "" closes all of that kind. Unknown names are ignored.
 
-        Raises:
-            RegionInUseError: requests use a region; the others are closed.
+        A region that requests use is closed when the last of them ends; until then it stays registered, as in Triton.
         """
-        used = []
         for region in [r for r in self._regions.values() if isinstance(r, kind) and name in {"", r.name}]:
             if region.name in self.uses:
-                used.append(region.name)
-                continue
-            del self._regions[region.name]
-            del self._numbers[region.name]
-            self._release()
-        if used:
-            regions = "region" if len(used) == 1 else "regions"
-            raise RegionInUseError(
-                f"a request without an answer uses shared memory {regions} {', '.join(map(repr, used))}; unregister after the "
-                "answer, or cancel the request"
-            )
+                self.ending.add(region.name)
+            else:
+                self._close(region.name)
+
+    def ended(self, name: str) -> None:
+        """Close a region whose last request has ended, if it was unregistered meanwhile."""
+        if name in self.ending:
+            self._close(name)
+
+    def _close(self, name: str) -> None:
+        self.ending.discard(name)
+        del self._regions[name]
+        del self._numbers[name]
+        self._release()
 
     def regions(self, name: str, kind: type[Kind]) -> list[Kind]:
         """Return the region of this name and kind; "" lists all of the kind.
@@ -310,9 +312,10 @@ class SharedMemory:
 class RegionUse:
     """Keeps the regions of one request registered until its end. On the event loop only."""
 
-    __slots__ = ("_has_ended", "_names", "_uses")
+    __slots__ = ("_has_ended", "_memory", "_names", "_uses")
 
     def __init__(self, memory: SharedMemory, places: Sequence[RegionSlice]) -> None:
+        self._memory = memory
         self._uses = memory.uses
         self._names = {place.region for place in places}
         self._has_ended = False
@@ -331,6 +334,8 @@ class RegionUse:
                 count = self._uses.pop(name, 0) - 1
                 if count > 0:
                     self._uses[name] = count
+                elif self._memory.ending:
+                    self._memory.ended(name)
 
 
 def _unknown(name: str) -> NotFoundError:

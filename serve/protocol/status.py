@@ -44,7 +44,6 @@ CODES: dict[type[InferenceError], Code] = {
     errors.FailedPreconditionError: Code.FAILED_PRECONDITION,
     errors.UnsupportedError: Code.UNIMPLEMENTED,
     errors.BackendError: Code.INTERNAL,
-    errors.RegionInUseError: Code.INTERNAL,
     errors.UnavailableError: Code.UNAVAILABLE,
     errors.UnauthenticatedError: Code.UNAUTHENTICATED,
 }

@@ -7,10 +7,13 @@ The rules are those of NormalizeInstanceGroup and ValidateInstanceGroup in Trito
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from contextvars import Context, copy_context
 from dataclasses import dataclass, replace
 
 from halfserve.protos.model_config_pb2 import ModelConfig, ModelInstanceGroup
 from halfserve.serve.engine.backend import CPU_PROVIDERS, Backend, DevicePlacement
+from halfserve.serve.engine.background_threads import Worker, sched_batch
 from halfserve.serve.engine.errors import ModelLoadError
 
 MAX_COPIES = 1000  # most copies of one model; each has a thread
@@ -86,12 +89,16 @@ def complete_groups(config: ModelConfig, placement: DevicePlacement, devices: in
 
 
 def load_copies(
-    groups: Sequence[InstanceGroup], placement: DevicePlacement, load: Callable[[DevicePlacement], Backend]
+    groups: Sequence[InstanceGroup],
+    placement: DevicePlacement,
+    load: Callable[[DevicePlacement], Backend],
+    *,
+    at_once: int = 1,
 ) -> tuple[list[Backend], list[DevicePlacement]]:
-    """Load every copy, and return the copies and their places.
+    """Load every copy, `at_once` of a group at the same time, and return the copies and their places.
 
     The first copy of a group of KIND_AUTO decides where the group computes: on the CPU, where its runtime cannot use the
-    device, or on devices alone, also when a copy is loaded again.
+    device, or on devices alone, also when a copy is loaded again. It is loaded before the others.
 
     Raises:
         ModelLoadError: a copy cannot be loaded.
@@ -100,22 +107,64 @@ def load_copies(
     places: list[DevicePlacement] = []
     try:
         for group in groups:
-            first = len(backends)
-            backends.append(load(group.places(placement)[0]))
             if group.message.kind == GPU and not group.needs_gpu:
-                if backends[first].provider in CPU_PROVIDERS:
+                backends.append(load(group.places(placement)[0]))
+                if backends[-1].provider in CPU_PROVIDERS:
                     group.move_to_cpu()
                 else:
                     group.needs_gpu = True
             own = group.places(placement)
-            for place in own[1:]:
-                backends.append(load(place))  # noqa: PERF401  (a copy must be known when a later one cannot be loaded)
             places += own
+            _load_at_once(places[len(backends) :], load, backends, at_once)
     except BaseException:
         while backends:  # the error's frames hold this list
             backends.pop().give_up()
         raise
     return backends, places
+
+
+def _load_at_once(
+    places: Sequence[DevicePlacement], load: Callable[[DevicePlacement], Backend], backends: list[Backend], most: int
+) -> None:
+    """Load a copy for each place, at most `most` at the same time, and append them to `backends` in order.
+
+    If one cannot be loaded, its error is raised after the others that had begun are appended.
+    """
+    if most == 1 or len(places) < 2:
+        for place in places:
+            backends.append(load(place))  # noqa: PERF401  (a copy must be known when a later one cannot be loaded)
+        return
+
+    loads: list[Future[Backend]] = [Future() for _ in places]
+    workers = [Worker("copy loader") for _ in range(min(most, len(places)))]
+    for number, (place, made) in enumerate(zip(places, loads, strict=True)):
+        workers[number % len(workers)].submit(_load_copy, load, place, copy_context(), made)
+    for worker in workers:
+        worker.stop()
+    failures = []
+    for made in loads:
+        try:
+            backends.append(made.result())
+        except CancelledError:
+            continue
+        except BaseException as error:  # noqa: BLE001  (raised below)
+            failures.append(error)
+            for later in loads:
+                later.cancel()
+    if failures:
+        raise failures[0]
+
+
+def _load_copy(
+    load: Callable[[DevicePlacement], Backend], place: DevicePlacement, context: Context, made: Future[Backend]
+) -> None:
+    if not made.set_running_or_notify_cancel():
+        return
+    try:
+        with sched_batch():
+            made.set_result(context.run(load, place))
+    except BaseException as error:  # noqa: BLE001  (the caller gets every error)
+        made.set_exception(error)
 
 
 def _require_valid(config: ModelConfig, group: ModelInstanceGroup) -> None:

@@ -54,6 +54,7 @@ class EnsembleGraph:
         outputs: outputs of the ensemble, in the shapes that the steps see.
         steps: steps in the order of the configuration.
         writers: the index in `steps` of the step that writes a tensor, by the tensor's name; inputs have none.
+        max_in_flight: most requests in flight to each step's model, over all requests of the ensemble; 0 for no limit.
     """
 
     name: str
@@ -61,6 +62,7 @@ class EnsembleGraph:
     outputs: tuple[TensorSpec, ...]
     steps: tuple[EnsembleStep, ...]
     writers: Mapping[str, int]
+    max_in_flight: int = 0
 
     def needed(self, outputs: Iterable[str]) -> frozenset[int]:
         """Return the indices of the steps that have to be computed for these outputs of the ensemble."""
@@ -149,6 +151,7 @@ def read_graph(config: ModelConfig, source: Path) -> EnsembleGraph:
         outputs=tuple(_inside(spec) for spec in outputs),
         steps=steps,
         writers=_writers(steps, names, source),
+        max_in_flight=config.ensemble_scheduling.max_inflight_requests,
     )
     _require_written(graph, names, source)
     _require_read(graph, names, source)

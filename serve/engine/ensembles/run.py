@@ -17,6 +17,7 @@ from halfserve.serve.engine.dispatch.refusals import SHUTTING_DOWN
 from halfserve.serve.engine.ensembles.binding import Binding, ExecutionPlan
 from halfserve.serve.engine.ensembles.bound_step import BoundStep, named
 from halfserve.serve.engine.ensembles.composition import EnsembleComposition
+from halfserve.serve.engine.ensembles.step_limit import StepLimit
 from halfserve.serve.engine.errors import BackendError, InferenceError, OutOfMemoryError, UnavailableError, is_out_of_memory
 from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
 from halfserve.serve.engine.queueing.admission_control import late_error
@@ -72,20 +73,22 @@ class StepCall:
     Attributes:
         step: the called step.
         branch: branch that the call belongs to.
-        request: request to the step's model.
+        limit: limit of the step, where the request counts; None for a step without one, and for a request that is not sent.
+        request: request to the step's model; None while it waits for the limit of the step.
         input_ns: nanoseconds of assembling inputs in the steps on the longest path here, including this one once it is
             answered.
         infer_ns: nanoseconds of computing in these steps.
         output_ns: nanoseconds of splitting outputs in these steps.
     """
 
-    __slots__ = ("_run", "branch", "infer_ns", "input_ns", "output_ns", "request", "step")
+    __slots__ = ("_run", "branch", "infer_ns", "input_ns", "limit", "output_ns", "request", "step")
 
     def __init__(self, run: EnsembleRun, step: BoundStep, branch: Branch, before: StepCall | None) -> None:
         """`before`: the call whose answer arrived last among the inputs of this one."""
         self._run = run
         self.step = step
         self.branch = branch
+        self.limit: StepLimit | None = None
         self.request: InferRequest | None = None
         self.input_ns: int = 0 if before is None else before.input_ns
         self.infer_ns: int = 0 if before is None else before.infer_ns
@@ -96,6 +99,16 @@ class StepCall:
 
     def respond(self, result: Tensors | InferenceError, final: bool, read: Callable[[], None]) -> None:
         self._run.responded(self, result, read, final=final)
+
+    def send(self) -> bool:
+        """Send the request, as the limit of the step has room; returns False if the run has ended."""
+        return self._run.admitted(self)
+
+    def leave(self) -> None:
+        """Make room for another request at the limit of the step."""
+        limit, self.limit = self.limit, None
+        if limit is not None:
+            limit.leave()
 
     def count(self, request: InferRequest | None) -> None:
         """Add the times of the batch whose answers are being delivered, unless it began before this step's request arrived."""
@@ -109,14 +122,30 @@ class StepCall:
 class EnsembleRun:
     """A request of an ensemble from its first step to its answer. Lives on the event loop."""
 
-    __slots__ = ("_binding", "_calls", "_ended", "_first_ns", "_memory", "_plan", "_request", "_statistics")
+    __slots__ = ("_binding", "_calls", "_ended", "_first_ns", "_limits", "_memory", "_plan", "_request", "_statistics")
 
     def __init__(
-        self, request: InferRequest, binding: Binding, sizes: RunSizes, statistics: Statistics, ended: Callable[[], None]
+        self,
+        request: InferRequest,
+        binding: Binding,
+        sizes: RunSizes,
+        statistics: Statistics,
+        ended: Callable[[], None],
+        limits: list[StepLimit] | None = None,
     ) -> None:
-        """`sizes`: sizes of the ensemble's runs; `ended`: called once, when the run ends in any way."""
+        """Keep what the run needs.
+
+        Args:
+            request: the ensemble's request.
+            binding: the steps with their models.
+            sizes: sizes of the ensemble's runs.
+            statistics: statistics of the ensemble.
+            ended: called once, when the run ends in any way.
+            limits: limit of each step's requests in flight; None without one.
+        """
         self._request = request
         self._binding = binding
+        self._limits = limits
         # As a step of another run, or a model's call, its caller holds memory or an instance meanwhile: it must not wait.
         self._memory = RunMemory(sizes, is_within=bool(request.callers) or request.is_step)
         self._statistics = statistics
@@ -179,6 +208,8 @@ class EnsembleRun:
         if call not in self._calls:
             return
         del self._calls[call]
+        if call.limit is not None:
+            call.leave()
         if isinstance(result, InferenceError):
             call.request = None
             self._fail(named(result, call.step.label))
@@ -203,6 +234,7 @@ class EnsembleRun:
             return
         if final:  # done before the following steps, so that the ensemble's last answer is marked as the last
             del self._calls[call]
+            call.leave()
             call.request = None
             self._release(call.branch)
             call.branch.end()
@@ -263,9 +295,29 @@ class EnsembleRun:
         branch.held = 0
 
     def _call(self, index: int, branch: Branch, before: StepCall | None) -> None:
-        step = self._binding.steps[index]
-        call = StepCall(self, step, branch, before)
-        request = step.request(self._request, branch.answers, self._plan.asked[index], call)
+        call = StepCall(self, self._binding.steps[index], branch, before)
+        if self._limits is None:
+            self._send(call)
+        elif self._request.line is self:  # an earlier step may have failed at once
+            self._calls[call] = None
+            self._limits[index].enter(call.send)
+
+    def admitted(self, call: StepCall) -> bool:
+        """Send the request of a call for which the limit of its step has room; returns False if this run has ended."""
+        if call not in self._calls or self._limits is None:
+            return False
+        call.limit = self._limits[call.step.index]
+        try:
+            self._send(call)
+        except InferenceError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001  (the request must be answered, whatever a step's model has answered)
+            self._fail(self._unknown(error))
+        return True
+
+    def _send(self, call: StepCall) -> None:
+        step, branch = call.step, call.branch
+        request = step.request(self._request, branch.answers, self._plan.asked[step.index], call)
         if request.callers:
             request.callers = (*request.callers, self._binding.caller)
         request.is_step = True
@@ -276,8 +328,9 @@ class EnsembleRun:
         try:
             step.model.scheduler.submit(request)
         except InferenceError as error:
-            del self._calls[call]
-            call.request = None
+            call.request = None  # before the call leaves the limit, which may send another one
+            self._calls.pop(call, None)
+            call.leave()
             raise named(error, step.label) from None
 
     def _finish(self, outputs: Tensors, last: StepCall) -> None:
@@ -313,6 +366,8 @@ class EnsembleRun:
             if call.request is not None:
                 call.step.model.scheduler.cancel(call.request)
                 call.request = None
+            if call.limit is not None:
+                call.leave()
         self._request.line = None
         self._memory.leave()
         self._binding.end()
@@ -332,6 +387,8 @@ class EnsembleScheduler:
     def __init__(self, composition: EnsembleComposition, statistics: Statistics) -> None:
         self._composition = composition
         self._statistics = statistics
+        graph = composition.graph
+        self._limits = [StepLimit(graph.max_in_flight) for _ in graph.steps] if graph.max_in_flight else None
         self._in_flight = 0
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -352,7 +409,7 @@ class EnsembleScheduler:
             raise away
         if composition.is_decoupled:
             require_many(request, composition.graph.name)
-        run = EnsembleRun(request, binding, composition.sizes, self._statistics, self._ended)
+        run = EnsembleRun(request, binding, composition.sizes, self._statistics, self._ended, self._limits)
         self._in_flight += 1
         run.start()
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 from halfserve.protos.datatypes import BY_CONFIG
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.protos.pictures import PREPROCESSING, PicturePreparation
-from halfserve.serve.engine.backend import ENSEMBLE, PYTHON, DevicePlacement, ModelInterface, ModelKind, Runtime
+from halfserve.serve.engine.backend import ENSEMBLE, ONNX, PYTHON, DevicePlacement, ModelInterface, ModelKind, Runtime
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.batching import batch_limits
 from halfserve.serve.engine.config.instance_groups import complete_groups, load_copies
@@ -43,6 +43,7 @@ from halfserve.serve.engine.repository.model_repository import (
     require_inside,
 )
 from halfserve.serve.engine.repository.runtime_views import batch_first, declared_outputs, with_constants
+from halfserve.serve.engine.resource_limits import usable_cores
 from halfserve.serve.engine.sequences.sequence_loading import client_view, read_plan, sequence_scheduler
 from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 from halfserve.serve.engine.whole_requests import DecoupledRequests, WholeRequests
@@ -133,7 +134,10 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
     copies = sum(group.copies for group in groups)
     _plan(files.config, config, interface, copies)  # refuses a plan before the copies are loaded
     pause()
-    backends, places = load_copies(groups, placement, lambda place: runtime.load(files.model, interface, place, config))
+    at_once = usable_cores() if interface.kind is PYTHON else 1  # its copies are processes that do their own work
+    backends, places = load_copies(
+        groups, placement, lambda place: runtime.load(files.model, interface, place, config), at_once=at_once
+    )
     sequences = _plan(files.config, config, interface, copies)
     config.parameters["halfserve.provider"].string_value = backends[0].provider
     config.parameters["halfserve.precision"].string_value = backends[0].precision
@@ -312,6 +316,15 @@ def models_below(repository: ModelRepository, name: str, declared: DeclaredConfi
         way = " -> ".join(map(repr, cycle))
         raise UnmetStepsError(f"{_config_file(repository, name)}: ensembles need each other: {way}; remove one of the steps")
     return [model for model in order if model != name and model in present]
+
+
+def warms_up_code(repository: ModelRepository, name: str) -> bool:
+    """Return whether the configuration of a model asks for requests to its code at the load (`model_warmup`)."""
+    try:
+        config = _config(repository, name)
+    except ModelLoadError:  # loading it reports the error
+        return False
+    return bool(config.model_warmup) and (config.backend or config.platform) not in ONNX.names
 
 
 def _config(repository: ModelRepository, name: str) -> ModelConfig:

@@ -23,7 +23,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.engine.errors import InferenceError, RegionInUseError
+from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.fleet.member.fleet_commands import (
     COMMANDS,
     INDEX,
@@ -183,8 +183,8 @@ class ProcessService:
         return answer
 
     async def _unregister(self, path: str, command: Command, local: Method, request: Any, call: RpcCall) -> Message:
-        """Take back registrations, each region at all members or at none: a member refuses one that it uses."""
-        registers, register, refusals = COMMANDS[command.undoes], rpc_table()[command.undoes], list[str]()
+        """Take back registrations; a member keeps a region until its requests that use it have ended."""
+        registers, register = COMMANDS[command.undoes], rpc_table()[command.undoes]
         async with self.journal.turn(command.turn):
             for entry in self.journal.entries():
                 if entry.path != command.undoes:
@@ -194,23 +194,9 @@ class ProcessService:
                 if request.name not in {"", name}:
                     continue
                 one = type(request)(name=name)
-                try:
-                    await local(one, call)
-                except RegionInUseError as error:
-                    refusals.append(str(error))
-                    continue
-                answers = await self._siblings.ask(path, one, command.answer, timeout_s=command.timeout_s)
-                refused = [str(answer) for answer in answers.values() if isinstance(answer, InferenceError)]
-                if not refused:
-                    self.journal.forget(kind, name)
-                    continue
-                refusals += refused
-                # Those that still have it refuse that.
-                await self._siblings.ask(command.undoes, region, registers.answer, timeout_s=registers.timeout_s)
-                with contextlib.suppress(InferenceError):  # its memory is gone
-                    await register.method(region, call)
-        if refusals:
-            raise RegionInUseError("; ".join(refusals))
+                await local(one, call)
+                raise_first(await self._siblings.ask(path, one, command.answer, timeout_s=command.timeout_s))
+                self.journal.forget(kind, name)
         return command.answer()
 
     async def _statistics(self, local: Method, request: pb.ModelStatisticsRequest, call: RpcCall) -> pb.ModelStatisticsResponse:

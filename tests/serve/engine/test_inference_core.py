@@ -195,6 +195,9 @@ class Loads:
         assert not dependents
         self.asked.append(f"unload {name}")
 
+    def override(self, name: str) -> str | None:
+        raise AssertionError(name)
+
     async def refresh(self) -> None:
         self.asked.append("refresh")
 

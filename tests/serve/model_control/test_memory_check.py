@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from collections.abc import Iterator
@@ -15,12 +16,20 @@ from halfserve.serve.engine import resource_limits
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.repository.model_repository import find_model, find_models, model_names
 from halfserve.serve.engine.resource_limits import available_bytes, memory_limit_bytes
-from halfserve.serve.model_control import version_loading
+from halfserve.serve.model_control import load_memory
 from halfserve.serve.model_control.control_options import ControlMode
-from halfserve.serve.model_control.version_loading import require_memory
+from halfserve.serve.model_control.load_memory import LoadMemory, needed_bytes
 from tests.models import save_mlp
 from tests.serve.hostile_files import elsewhere, reading_model
 from tests.serve.model_control.controlled import controlled_server, lines, loader
+
+
+def require_memory(model: Path, copies: int) -> None:
+    async def load() -> None:
+        async with LoadMemory().claimed(model, needed_bytes(model, copies)):
+            pass
+
+    asyncio.run(load())
 
 
 def test_reported_parameters_cannot_be_declared(tmp_path: Path) -> None:
@@ -47,19 +56,48 @@ def test_a_model_beyond_the_memory_is_refused(tmp_path: Path, monkeypatch: pytes
     model.write_bytes(b"x" * 1_000_000)
     (tmp_path / "model.onnx.data").write_bytes(b"x" * 2_000_000)
     (tmp_path / "other.onnx").write_bytes(b"x" * 9_000_000)
-    monkeypatch.setattr(version_loading, "available_bytes", lambda: 3_000_000)
+    monkeypatch.setattr(load_memory, "available_bytes", lambda: 3_000_000)
     require_memory(model, 1)
     with pytest.raises(ModelLoadError, match="not enough memory: it takes at least 6 MB, 3 MB are available; unload another"):
         require_memory(model, 2)
-    monkeypatch.setattr(version_loading, "available_bytes", lambda: None)
+    monkeypatch.setattr(load_memory, "available_bytes", lambda: None)
     require_memory(model, 1000)
+
+
+def test_models_that_load_at_once_fit_into_the_memory_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_memory, "available_bytes", lambda: 3_000_000)
+    memory, begun = LoadMemory(), list[str]()
+
+    async def load(name: str, needed: int, end: asyncio.Event) -> None:
+        async with memory.claimed(Path(name), needed):
+            begun.append(name)
+            await end.wait()
+
+    async def main() -> None:
+        ends = [asyncio.Event() for _ in range(4)]
+        sizes = (("a", 1_000_000), ("b", 2_000_000), ("c", 3_000_000), ("code", 0))
+        loads = [asyncio.create_task(load(*entry, end)) for entry, end in zip(sizes, ends, strict=True)]
+        for ended, expected in ((None, ["a", "b"]), (0, ["a", "b"]), (1, ["a", "b", "c", "code"])):
+            if ended is not None:
+                ends[ended].set()
+                await loads[ended]
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert begun == expected
+        for end in ends:
+            end.set()
+        with pytest.raises(ModelLoadError, match="d: not enough memory: it takes at least 4 MB, 3 MB are available"):
+            await load("d", 4_000_000, ends[0])
+        await asyncio.gather(*loads)
+
+    asyncio.run(main())
 
 
 def test_memory_must_hold_the_data_files_that_a_model_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_mlp(tmp_path / "model.onnx")
     onnx.save(onnx.load(model), model, save_as_external_data=True, location="weights.bin", size_threshold=0)
     (tmp_path / "weights.bin").write_bytes(b"x" * 2_000_000)
-    monkeypatch.setattr(version_loading, "available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(load_memory, "available_bytes", lambda: 1_000_000)
     with pytest.raises(ModelLoadError, match="it takes at least 2 MB, 1 MB are available"):
         require_memory(model, 1)
 
@@ -73,7 +111,7 @@ def test_memory_must_hold_each_tensor_that_reads_the_same_data(tmp_path: Path, m
     message.graph.initializer.extend([unsaid] * 50)
     model.write_bytes(message.SerializeToString())
     (tmp_path / "weights.bin").write_bytes(bytes(1_000_000))
-    monkeypatch.setattr(version_loading, "available_bytes", lambda: 50_000_000)
+    monkeypatch.setattr(load_memory, "available_bytes", lambda: 50_000_000)
     with pytest.raises(ModelLoadError, match="it takes at least 100 MB, 50 MB are available"):
         require_memory(model, 1)
 

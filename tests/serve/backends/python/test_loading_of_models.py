@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from halfserve.serve.engine.backend import Trust
 from halfserve.serve.engine.model_calls import ModelCalls
 from halfserve.serve.model_control.control_options import ControlMode
 from tests.models import save_mlp
-from tests.serve.backends.python.python_models import save_python_model
+from tests.serve.backends.python.python_models import X_TO_Y, save_python_model
 from tests.serve.backends.python.test_python_models import infer
 from tests.serve.model_control.controlled import ask, control
 from tests.serve.running_server import RunningServer, running_server
@@ -41,15 +44,32 @@ class TritonPythonModel:
     def execute(self, requests):
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([5], np.float32))])]
 """
+# The first copy waits in its initialize until a second one is in its own.
+MEETS = """
+import os
+
+class TritonPythonModel:
+    def initialize(self, args):
+        place = "PLACE"
+        try:
+            os.mkdir(place + ".first")
+        except FileExistsError:
+            open(place, "rb").close()
+        else:
+            open(place, "wb").close()
+
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([7], np.float32))])]
+"""
 
 
 @contextmanager
-def explicit_server(root: Path) -> Iterator[RunningServer]:
+def explicit_server(root: Path, **options: Any) -> Iterator[RunningServer]:
     """A server whose models are loaded by request."""
     runtimes = Runtimes(trust=Trust(python_models=True))
     with running_server(list) as server:
         controlling = server.call(
-            lambda: control(server.core, root, ControlMode.EXPLICIT, runtimes, load_limit_s=15.0, uploads=True)
+            lambda: control(server.core, root, ControlMode.EXPLICIT, runtimes, load_limit_s=15.0, uploads=True, **options)
         )
         server.call(lambda: runtimes.connect(ModelCalls(server.core)))
         try:
@@ -57,6 +77,33 @@ def explicit_server(root: Path) -> Iterator[RunningServer]:
             yield server
         finally:
             server.call(controlling.close)
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_models_load_at_the_same_time_beside_one_that_fails(tmp_path: Path, at_start: bool) -> None:
+    os.mkfifo(tmp_path / "place")
+    for name in ("a", "b"):
+        save_python_model(tmp_path / "models", name, MEETS.replace("PLACE", str(tmp_path / "place")))
+    save_python_model(tmp_path / "models", "broken", "raise ValueError('broken')")
+    options = {"load_at_start": ("*",), "keep_going": True} if at_start else {}
+    with (
+        explicit_server(tmp_path / "models", load_threads=2, **options) as server,
+        InferenceServerClient(server.address) as client,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        if not at_start:
+            list(pool.map(client.load_model, ("a", "b")))
+        assert [infer(client, name, np.ones(1, np.float32)) for name in ("a", "b")] == [[7], [7]]
+        assert not client.is_model_ready("broken")
+
+
+def test_copies_of_a_python_model_load_at_the_same_time(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "place")
+    code = MEETS.replace("PLACE", str(tmp_path / "place"))
+    save_python_model(tmp_path / "models", "twins", code, f"{X_TO_Y}\ninstance_group [{{ count: 2 kind: KIND_CPU }}]")
+    with explicit_server(tmp_path / "models") as server, InferenceServerClient(server.address) as client:
+        client.load_model("twins")
+        assert infer(client, "twins", np.ones(1, np.float32)) == [7]
 
 
 @pytest.mark.parametrize(("name", "answer"), [("loads", 1), ("outer", 1), ("completes", 5)])

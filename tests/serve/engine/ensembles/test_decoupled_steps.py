@@ -110,6 +110,41 @@ def test_a_final_flag_of_its_own_ends_the_ensemble_after_its_last_step() -> None
     run(scene, served, last)
 
 
+LIMITED = ensemble(step("many", "x=x", "y=t"), step("ten", "x=t", "y=out"), "max_inflight_requests: 2", more=BATCHED)
+
+
+def test_max_inflight_requests_bounds_a_step_over_all_requests() -> None:
+    served, hand = many()
+    last, behind = by_hand("ten")
+
+    def sent() -> list[float]:
+        return [request.inputs["x"].item() for request in behind.submitted]
+
+    async def scene(core: InferenceCore) -> None:
+        pipe = serve(core, LIMITED)
+        first, left, second = (AskedMany(core, pipe, x) for x in (1, 2, 3))
+        respond(hand.submitted[0], (1, 2, 3))
+        respond(hand.submitted[1], (10,))
+        assert sent() == [1, 2]
+        behind.submitted[0].finish(value(11))
+        assert sent() == [1, 2, 3]
+        assert len(hand.submitted) == 2, "the third request waits for the limit of the first step"
+        left.cancel()
+        assert len(hand.submitted) == 3
+        behind.submitted[1].finish(BackendError("broken"))
+        assert sent() == [1, 2, 3], "what waits is the cancelled request's"
+        respond(hand.submitted[2], (4, 5, 6), final=True)
+        assert sent() == [1, 2, 3, 4, 5]
+        behind.submitted[4].finish(value(15))
+        assert sent() == [1, 2, 3, 4, 5, 6]
+        for at in (3, 5):
+            behind.submitted[at].finish(value(at))
+        assert await second.all() == [(15, False), (3, False), (5, True)]
+        assert isinstance(await first.result(), BackendError)
+
+    run(scene, served, last)
+
+
 def test_the_last_response_is_not_final_while_a_step_may_give_more() -> None:
     served, hand = many()
 
