@@ -1,6 +1,6 @@
 """Run Triton's own QA, its files unchanged, against this server, and beside a real Triton where there is one.
 
-    python -m benchmarks.triton_qa SOURCES [SUITE ...] [--triton COMMAND]
+    python -m tests.triton_qa SOURCES [SUITE ...] [--triton COMMAND]
 
 SOURCES is a checkout of triton-inference-server/server, release 24.10, which is not part of this repository. The QA's test
 files name the ports 8000 to 8002 and regions of shared memory, so runs at the same time each need namespaces of their own
@@ -19,9 +19,9 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.triton_qa.report import SuiteReport, show
-from benchmarks.triton_qa.runner import SuiteRun
-from benchmarks.triton_qa.suites import SUITES
+from tests.triton_qa.report import SuiteReport, show
+from tests.triton_qa.runner import SuiteRun
+from tests.triton_qa.suites import SUITES
 
 OURS = [sys.executable, "-m", "halfserve", "triton", "--"]
 HTTP_PORT = 8000

@@ -6,7 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
-from benchmarks.triton_qa.suite import Builder
+from tests.triton_qa.suite import Builder
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 BACKEND = re.compile(r'^\s*backend\s*:\s*"(\w+)"', re.MULTILINE)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.triton_qa.server import Server, ServerError
-from benchmarks.triton_qa.suite import Suite
+from tests.triton_qa.server import Server, ServerError
+from tests.triton_qa.suite import Suite
 
 STUBS = Path(__file__).parent / "stubs"
 CHECKOUT = Path(__file__).parents[2]
@@ -152,7 +152,7 @@ class SuiteRun:
         self._outcomes.unlink(missing_ok=True)
         with self._output.open("ab") as file:
             return subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.triton_qa.methods", str(self._file), str(self._outcomes), *names],
+                [sys.executable, "-m", "tests.triton_qa.methods", str(self._file), str(self._outcomes), *names],
                 cwd=self._file.parent,
                 env=self._environment,
                 stdout=file,

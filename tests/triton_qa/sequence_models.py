@@ -8,8 +8,8 @@ from typing import Any
 
 from onnx import NodeProto, TensorProto, helper
 
-from benchmarks.triton_qa.onnx_models import TYPES, config_type, heading, identity, save, step, tensors, value
-from benchmarks.triton_qa.suite import Builder
+from tests.triton_qa.onnx_models import TYPES, config_type, heading, identity, save, step, tensors, value
+from tests.triton_qa.suite import Builder
 
 CONTROLS = ("START", "READY")
 IDLE = "max_sequence_idle_microseconds: 5000000"

@@ -1,6 +1,6 @@
 """Run test methods of one file and write the outcome of each, line by line.
 
-    python -m benchmarks.triton_qa.methods FILE OUTCOMES [METHOD ...]
+    python -m tests.triton_qa.methods FILE OUTCOMES [METHOD ...]
 
 Each line of OUTCOMES is a JSON object. The first lists all methods, and without a METHOD it is the only one. Each method
 has a line when it starts, and one with its `outcome` when it ends.

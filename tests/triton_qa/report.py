@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.triton_qa.runner import Method
+from tests.triton_qa.runner import Method
 
 
 @dataclass(frozen=True, kw_only=True)
