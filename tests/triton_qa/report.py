@@ -31,6 +31,12 @@ class SuiteReport:
             "skipped": sum(method.outcome == "skipped" for method in judged),
         }
 
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> SuiteReport:
+        """Return the report that `as_json` gave."""
+        found = {server: [Method(**method) for method in methods] for server, methods in values["methods"].items()}
+        return cls(suite=values["suite"], methods=found)
+
     def as_json(self) -> dict[str, Any]:
         """Return the report as values of JSON."""
         return {
