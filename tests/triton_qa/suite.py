@@ -16,7 +16,9 @@ class Suite:
 
     Attributes:
         name: name of the suite on the command line and in the table.
-        tests: the test file, relative to the QA's folder.
+        tests: the test file, relative to the folder of the sources; one that is not there is of this package's folder `own`.
+        sources: what the suite needs: "server" (the QA of the release), "newer" (the QA of a newer one) or "clients" (NVIDIA's
+            clients, whose folder is `src/python`).
         models: builders of the model repository.
         methods: names of the methods to run, each with its class where that is needed ("Class::method"); empty for all.
         left_out: methods that are not run, with the reason.
@@ -34,6 +36,7 @@ class Suite:
 
     name: str
     tests: str
+    sources: str = "server"
     models: tuple[Builder, ...]
     methods: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.triton_qa.onnx_models import add_sub, add_sub_ensembles, identity
-from benchmarks.triton_qa.repository import REPEAT, copied, folder, repeat
-from benchmarks.triton_qa.suite import Suite
+from tests.triton_qa.onnx_models import add_sub, add_sub_ensembles, identity
+from tests.triton_qa.repository import REPEAT, copied, folder, repeat
+from tests.triton_qa.suite import Suite
 
 SIMPLE = add_sub("int32", "int32", "int32", name="simple")
 OTHERS = tuple(

@@ -8,7 +8,7 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 class TritonPythonModel:
     """Counts each sequence down."""
 
-    def initialize(self, args: dict[str, str]) -> None:  # noqa: ARG002  (Triton's signature)
+    def initialize(self, args: dict[str, str]) -> None:
         """Begin without sequences."""
         self._left: dict[int, Any] = {}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.triton_qa.repository import copied, stand_in
-from benchmarks.triton_qa.sequence_models import plain_sequence, sequence_ensembles, summing_sequence
-from benchmarks.triton_qa.suite import Builder, Suite
+from tests.triton_qa.repository import copied, stand_in
+from tests.triton_qa.sequence_models import plain_sequence, sequence_ensembles, summing_sequence
+from tests.triton_qa.suite import Builder, Suite
 
 FILE = "L0_sequence_batcher/sequence_batcher_test.py"
 CUSTOM = "custom_models/custom_sequence_int32"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.triton_qa.runner import Method
+from tests.triton_qa.runner import Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,12 @@ class SuiteReport:
             "failed": sum(not method.is_text for method in failed),
             "skipped": sum(method.outcome == "skipped" for method in judged),
         }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> SuiteReport:
+        """Return the report that `as_json` gave."""
+        found = {server: [Method(**method) for method in methods] for server, methods in values["methods"].items()}
+        return cls(suite=values["suite"], methods=found)
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as values of JSON."""

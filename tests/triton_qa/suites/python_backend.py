@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.triton_qa.onnx_models import add_sub
-from benchmarks.triton_qa.repository import DECOUPLED, SQUARE, copied, folder
-from benchmarks.triton_qa.sequence_models import summing_sequence
-from benchmarks.triton_qa.suite import Builder, Suite
+from tests.triton_qa.onnx_models import add_sub
+from tests.triton_qa.repository import DECOUPLED, SQUARE, copied, folder
+from tests.triton_qa.sequence_models import summing_sequence
+from tests.triton_qa.suite import Builder, Suite
 
 ROOM = "L0_backend_python"
 MODELS = "python_models"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.triton_qa.onnx_models import add_sub, add_sub_ensembles
-from benchmarks.triton_qa.repository import copied, edited, placed, renamed, without
-from benchmarks.triton_qa.sequence_models import plain_sequence
-from benchmarks.triton_qa.suite import Builder, Suite
+from tests.triton_qa.onnx_models import add_sub, add_sub_ensembles
+from tests.triton_qa.repository import copied, edited, placed, renamed, without
+from tests.triton_qa.sequence_models import plain_sequence
+from tests.triton_qa.suite import Builder, Suite
 
 FLOATS = ("float32", "float32", "float32")
 INTEGERS = ("int32", "int32", "int32")

@@ -8,15 +8,22 @@ from typing import Any
 
 from onnx import NodeProto, TensorProto, helper
 
-from benchmarks.triton_qa.onnx_models import TYPES, config_type, heading, identity, save, step, tensors, value
-from benchmarks.triton_qa.suite import Builder
+from tests.triton_qa.onnx_models import TYPES, config_type, heading, identity, save, step, tensors, value
+from tests.triton_qa.suite import Builder
 
 CONTROLS = ("START", "READY")
 IDLE = "max_sequence_idle_microseconds: 5000000"
 
 
 def plain_sequence(
-    dtype: str, *, batch: int = 8, dims: Sequence[int] = (1,), scheduling: str = "", count: int = 1, suffix: str = ""
+    dtype: str,
+    *,
+    batch: int = 8,
+    dims: Sequence[int] = (1,),
+    scheduling: str = "",
+    count: int = 1,
+    suffix: str = "",
+    name: str = "",
 ) -> Builder:
     """Builder of a model without state: OUTPUT is READY * (INPUT + START), as the QA's tests expect it.
 
@@ -27,8 +34,9 @@ def plain_sequence(
         scheduling: text of the sequence batching besides, such as "direct {}".
         count: instances.
         suffix: the end of the model's name.
+        name: the model's name; the QA's own without one.
     """
-    return _sequence(dtype, batch, dims, scheduling, count, suffix, has_state=False, initial="")
+    return _sequence(dtype, batch, dims, scheduling, count, suffix, has_state=False, initial="", name=name)
 
 
 def summing_sequence(
@@ -46,14 +54,23 @@ def summing_sequence(
 
 
 def _sequence(
-    dtype: str, batch: int, dims: Sequence[int], scheduling: str, count: int, suffix: str, *, has_state: bool, initial: str
+    dtype: str,
+    batch: int,
+    dims: Sequence[int],
+    scheduling: str,
+    count: int,
+    suffix: str,
+    *,
+    has_state: bool,
+    initial: str,
+    name: str = "",
 ) -> Builder:
     tensor = "int32" if dtype == "bool" else dtype
     control = {"bool": "bool", "float32": "float32"}.get(dtype, "int32")
     state = _state(tensor, dims, initial) if has_state else ""
 
     def build(_qa: Path, repository: Path) -> None:
-        folder = repository / f"{'onnx' if batch else 'onnx_nobatch'}_sequence_{dtype}{suffix}"
+        folder = repository / (name or f"{'onnx' if batch else 'onnx_nobatch'}_sequence_{dtype}{suffix}")
         names = ("INPUT", "INPUT_STATE") if has_state else ("INPUT",)
         inputs = [value(name, tensor, dims, batch=batch) for name in names]
         inputs += [value(name, control, (1,), batch=batch) for name in CONTROLS]

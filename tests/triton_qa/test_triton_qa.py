@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.triton_qa.__main__ import OURS
-from benchmarks.triton_qa.onnx_models import add_sub
-from benchmarks.triton_qa.report import SuiteReport
-from benchmarks.triton_qa.repository import SQUARE
-from benchmarks.triton_qa.runner import Method, SuiteRun
-from benchmarks.triton_qa.suite import Suite
+from tests.triton_qa.__main__ import OURS
+from tests.triton_qa.onnx_models import add_sub
+from tests.triton_qa.report import SuiteReport
+from tests.triton_qa.repository import SQUARE
+from tests.triton_qa.runner import Method, SuiteRun
+from tests.triton_qa.suite import Suite
 
 METHODS = """
 import os, unittest

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.triton_qa.onnx_models import Shapes, add_sub, add_sub_ensembles, nop, reshape_ensembles, reshaping, scalar
-from benchmarks.triton_qa.repository import NOT_DECOUPLED_REPEAT, REPEAT, SQUARE, copied, folder
-from benchmarks.triton_qa.suite import Builder, Suite
+from tests.triton_qa.onnx_models import Shapes, add_sub, add_sub_ensembles, nop, reshape_ensembles, reshaping, scalar
+from tests.triton_qa.repository import NOT_DECOUPLED_REPEAT, REPEAT, SQUARE, copied, folder
+from tests.triton_qa.suite import Builder, Suite
 
 POLICIES = {
     "int8": "latest { num_versions: 1 }",

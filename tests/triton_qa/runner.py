@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.triton_qa.server import Server, ServerError
-from benchmarks.triton_qa.suite import Suite
+from tests.triton_qa.server import Server, ServerError
+from tests.triton_qa.suite import Suite
 
+OWN = Path(__file__).parent / "own"
 STUBS = Path(__file__).parent / "stubs"
 CHECKOUT = Path(__file__).parents[2]
 POLL_SECONDS = 0.05
@@ -54,6 +55,8 @@ class SuiteRun:
             (copy / "common").mkdir(exist_ok=True)
             shutil.copy(helper, copy / "common")
         self._file = copy / suite.tests
+        if not self._file.exists():
+            shutil.copy(OWN / self._file.name, self._file)
         self._repository = self._file.parent / suite.repository
         shutil.rmtree(self._repository, ignore_errors=True)
         self._repository.mkdir(parents=True)
@@ -76,7 +79,10 @@ class SuiteRun:
     def run(self) -> list[Method]:
         """Run each method; those of one server run in one process, until one of them fails to end."""
         try:
-            waiting = self._collect()
+            try:
+                waiting = self._collect()
+            except ServerError as error:
+                return [Method(name="collection", outcome="failed", error=str(error))]
             reasons = {name: reason for name in waiting for left, reason in self._suite.left_out.items() if name.endswith(left)}
             found = [Method(name=name, outcome="skipped", error=reason) for name, reason in reasons.items()]
             waiting = [name for name in waiting if name not in reasons]
@@ -152,7 +158,7 @@ class SuiteRun:
         self._outcomes.unlink(missing_ok=True)
         with self._output.open("ab") as file:
             return subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.triton_qa.methods", str(self._file), str(self._outcomes), *names],
+                [sys.executable, "-m", "tests.triton_qa.methods", str(self._file), str(self._outcomes), *names],
                 cwd=self._file.parent,
                 env=self._environment,
                 stdout=file,

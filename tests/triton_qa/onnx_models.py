@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, helper
 
-from benchmarks.triton_qa.suite import Builder
+from tests.triton_qa.suite import Builder
 
 Shapes = Sequence[Sequence[int]]
 TYPES = {

@@ -6,7 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
-from benchmarks.triton_qa.suite import Builder
+from tests.triton_qa.suite import Builder
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 BACKEND = re.compile(r'^\s*backend\s*:\s*"(\w+)"', re.MULTILINE)
@@ -24,6 +24,7 @@ def copied(
     replacing: tuple[tuple[str, str], ...] = (),
     adding: str = "",
     versions: tuple[int, ...] = (1,),
+    code: str = "",
 ) -> Builder:
     """Builder of a model that the QA has.
 
@@ -36,11 +37,14 @@ def copied(
         replacing: pairs of a regular expression and what replaces it in the configuration.
         adding: text at the configuration's end.
         versions: versions that have the model's files.
+        code: a file that takes the place of the model's code, relative to the QA's folder.
     """
 
     def build(qa: Path, repository: Path) -> None:
         made = repository / (name or Path(source).name)
         _copy_folder(qa / source, made, {file: saved_as, **{other: other for other in with_files}} if file else {}, versions)
+        for version in versions if code else ():
+            shutil.copy(qa / code, made / str(version) / saved_as)
         config = made / CONFIG
         text = config.read_text() if config.exists() else ""
         text = re.sub(r"^name\s*:.*$", f'name: "{made.name}"', text, count=1, flags=re.MULTILINE)
