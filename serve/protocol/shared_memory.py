@@ -17,6 +17,7 @@ import numpy as np
 
 from halfserve.protos.datatypes import Datatype
 from halfserve.protos.shared_memory_parameters import BYTE_SIZE, OFFSET, PARAMETERS, REGION
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -27,7 +28,7 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.engine.resource_limits import most_regions
 from halfserve.serve.engine.tensors import Array, DeviceBytes, Outside, RawInput, Reader
-from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX, LENGTH_PREFIX_BYTES, from_raw
+from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX, LENGTH_PREFIX_BYTES, ByteCountError, from_raw
 from halfserve.serve.protocol.shared_memory_regions import (
     CudaRegion,
     SharedMemoryMode,
@@ -129,7 +130,7 @@ class SharedMemory:
             AlreadyExistsError: the name is taken.
             FailedPreconditionError: the limit of regions is reached.
         """
-        self._check_new(name)
+        self._check_new(name, TritonPhrase.REGION_NOT_OPENED, key=key)
         count, most = sum(isinstance(region, SystemRegion) for region in self._regions.values()), most_regions()
         if count >= most:
             raise FailedPreconditionError(
@@ -145,7 +146,7 @@ class SharedMemory:
             InvalidArgumentError: the name or handle is invalid, or the memory cannot be opened or is smaller than the region.
             AlreadyExistsError: the name is taken.
         """
-        self._check_new(name)
+        self._check_new(name, TritonPhrase.REGION_INVALID, region=name)
         loop = asyncio.get_running_loop()
 
         def on_lost_device(fault: str) -> None:
@@ -170,10 +171,14 @@ class SharedMemory:
             self._release()
         if used:
             regions = "region" if len(used) == 1 else "regions"
-            raise RegionInUseError(
+            refusal = RegionInUseError(
                 f"a request without an answer uses shared memory {regions} {', '.join(map(repr, used))}; unregister after the "
                 "answer, or cancel the request"
             )
+            if name:
+                raise refusal.like(TritonPhrase.REGION_IN_USE, region=name)
+            kind_name = "system" if kind is SystemRegion else "cuda"
+            raise refusal.like(TritonPhrase.REGIONS_IN_USE, kind=kind_name, regions=" ,".join(sorted(used)))
 
     def regions(self, name: str, kind: type[Kind]) -> list[Kind]:
         """Return the region of this name and kind; "" lists all of the kind.
@@ -183,7 +188,9 @@ class SharedMemory:
         """
         found = [region for region in self._regions.values() if isinstance(region, kind) and name in {"", region.name}]
         if name and not found:
-            raise _unknown(name)
+            is_system = kind is SystemRegion
+            phrase = TritonPhrase.UNKNOWN_SYSTEM_REGION if is_system else TritonPhrase.UNKNOWN_CUDA_REGION
+            raise _unknown(name).like(phrase, region=name)
         return found
 
     def bind(
@@ -289,6 +296,9 @@ class SharedMemory:
             raise InvalidArgumentError(
                 f"bytes {place.offset} to {place.offset + place.byte_size} are not inside of shared memory region "
                 f"{place.region!r}, which has {region.byte_size}"
+            ).like(
+                TritonPhrase.REGION_SIZE if 0 <= place.offset < region.byte_size else TritonPhrase.REGION_OFFSET,
+                region=place.region,
             )
         return region
 
@@ -298,13 +308,15 @@ class SharedMemory:
         self._numbers[region.name] = self.latest
         self._regions[region.name] = region
 
-    def _check_new(self, name: str) -> None:
+    def _check_new(self, name: str, unnamed: TritonPhrase, **facts: str) -> None:
         if not self.enabled:
             raise UnsupportedError(OFF)
         if not name:
-            raise InvalidArgumentError("the region has no name; expected one that requests can use")
+            refusal = InvalidArgumentError("the region has no name; expected one that requests can use")
+            raise refusal.like(unnamed, **facts)
         if name in self._regions:
-            raise AlreadyExistsError(f"shared memory region {name!r} is registered already; unregister it first")
+            refusal = AlreadyExistsError(f"shared memory region {name!r} is registered already; unregister it first")
+            raise refusal.like(TritonPhrase.REGION_EXISTS, region=name)
 
 
 class RegionUse:
@@ -334,7 +346,8 @@ class RegionUse:
 
 
 def _unknown(name: str) -> NotFoundError:
-    return NotFoundError(f"shared memory region {name!r} is not registered; register it first")
+    error = NotFoundError(f"shared memory region {name!r} is not registered; register it first")
+    return error.like(TritonPhrase.UNKNOWN_REGION, region=name)
 
 
 def slice_of(what: str, parameters: Any) -> RegionSlice | None:
@@ -379,7 +392,8 @@ def check_size(place: RegionSlice, datatype: Datatype, shape: Sequence[int]) -> 
     else:
         expected, words, fits = elements * datatype.itemsize, "", elements * datatype.itemsize == place.byte_size
     if not fits:
-        raise ValueError(f"has {place.byte_size} bytes, expected {words}{expected} for {datatype.wire} of shape {list(shape)}")
+        text = f"has {place.byte_size} bytes, expected {words}{expected} for {datatype.wire} of shape {list(shape)}"
+        raise ByteCountError(text, TritonPhrase.BYTE_SIZE, given=place.byte_size, expected=expected)
 
 
 def read_tensor(memory: SharedMemory, place: RegionSlice, datatype: Datatype, shape: Sequence[int], since: int) -> Array:

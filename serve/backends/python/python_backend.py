@@ -13,10 +13,18 @@ from weakref import WeakMethod
 
 import numpy as np
 
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.backends.python.deliveries import Failure, ReadingProgress, ResponseDelivery
 from halfserve.serve.backends.python.model_runners import ChildFailedError, Runner
 from halfserve.serve.backends.python.open_requests import OpenRequests
-from halfserve.serve.backends.python.process_messages import TEXT_BYTES, ResponseReader, error_of, request_message, to_wire
+from halfserve.serve.backends.python.process_messages import (
+    TEXT_BYTES,
+    ResponseReader,
+    error_of,
+    phrases_of_models,
+    request_message,
+    to_wire,
+)
 from halfserve.serve.backends.python.services import CopyServices, Services, log_failure
 from halfserve.serve.backends.python_child.server_access import response_bytes
 from halfserve.serve.backends.python_child.wire import WireTensor
@@ -139,7 +147,8 @@ class PythonBackend(RequestBackend):
         model = self._model
         self._copy.calls.is_loading = True
         try:
-            self._runner.call({"k": "load", "path": model.path, "arguments": dict(arguments), "decoupled": model.is_decoupled})
+            load = {"k": "load", "path": model.path, "arguments": dict(arguments), "decoupled": model.is_decoupled}
+            self._runner.call(load | {"phrases": phrases_of_models()})
         finally:
             self._copy.calls.is_loading = False
 
@@ -244,6 +253,7 @@ class PythonBackend(RequestBackend):
             if self._model.is_decoupled:
                 return [None] * len(numbered)  # the process has sent the error as each one's final response
             failure = BackendError(f"model {self._model.name!r} failed on this request: {error}")
+            failure.like(TritonPhrase.MODEL_FAILED, model=self._model.name)
             return [
                 self._later_answer(number, request) if place in error.sent else failure
                 for place, (number, request) in enumerate(numbered.items())
