@@ -16,7 +16,7 @@ import typer
 from halfserve.option_groups import takes_option_groups
 from halfserve.serve.engine.backend import Trust
 from halfserve.serve.engine.cuda_driver import device_count
-from halfserve.serve.engine.errors import FailedPreconditionError, ModelLoadError
+from halfserve.serve.engine.errors import FailedPreconditionError, ModelLoadError, errors_as_in_triton
 from halfserve.serve.engine.resource_limits import FEWEST_FILES, allow_more, most_files
 from halfserve.serve.fleet.launch.supervision import become_supervisor, check_room
 from halfserve.serve.fleet.member.handover import LOST_DEVICE_CODE
@@ -86,6 +86,7 @@ def serve(
         path=models.first_place(path),
         more_paths=more_places(path, more_paths or []),
         host=listening.host,
+        grpc=listening.grpc,
         grpc_port=listening.grpc_port,
         placement=computing.placement(count),
         defaults=batching.defaults(),
@@ -100,6 +101,8 @@ def serve(
         response_cache_mib=computing.response_cache_mib,
         latencies=as_triton.latencies(),
         forwarded=as_triton.forwarded(),
+        name=as_triton.server_name,
+        strict_readiness=as_triton.strict_readiness,
         processes=count,
         http=listening.http_options(),
         security=security.security(as_triton),
@@ -113,7 +116,8 @@ def serve(
             check_room(count)
             become_supervisor(addresses(options), count, log_format)
         _check_device(required=computing.require_gpu)
-        _run(options, partial(report_startup, report), link, models.trust())
+        with errors_as_in_triton(as_triton.triton_errors):
+            _run(options, partial(report_startup, report), link, models.trust())
 
 
 def _report_of(options: ServerOptions, link: SupervisorLink | None, *, as_json: bool) -> Callable[[StartupReport], None]:

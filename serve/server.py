@@ -33,6 +33,7 @@ from halfserve.serve.model_control.version_loading import VersionLoader
 from halfserve.serve.observability.observe_options import ObserveOptions
 from halfserve.serve.process import collect_when_idle, infrequent_collection, short_switch_interval, stop_on_signal
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
+from halfserve.serve.protocol.rpc import SERVER_NAME
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.protocol.shared_memory_regions import SharedMemoryMode
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
@@ -67,6 +68,7 @@ class ServerOptions:
         path: model repository, or one .onnx or .pt2 file; or its location in object storage.
         more_paths: further repositories or model files, where `path` is on this disk too.
         host: address to listen on.
+        grpc: whether there is a gRPC port.
         grpc_port: gRPC port; 0 for a free one.
         placement: devices and threads on which models run.
         defaults: values for settings that a model's configuration omits.
@@ -87,11 +89,14 @@ class ServerOptions:
         latencies: metrics of latencies.
         forwarded: headers that become parameters of inference requests.
         processes: number of servers with these options that share the machine, the buffers and the cache size.
+        name: name of the server in its metadata.
+        strict_readiness: whether the server is ready only while every model is that was not unloaded.
     """
 
     path: Path | ObjectStorage
     more_paths: tuple[Path, ...] = ()
     host: str = "127.0.0.1"
+    grpc: bool = True
     grpc_port: int = 8001
     placement: DevicePlacement = field(default_factory=DevicePlacement)
     defaults: Defaults = field(default_factory=Defaults)
@@ -109,6 +114,8 @@ class ServerOptions:
     latencies: LatencyFigures = field(default_factory=LatencyFigures)
     forwarded: ForwardedHeaders = field(default_factory=ForwardedHeaders)
     processes: int = 1
+    name: str = SERVER_NAME
+    strict_readiness: bool = False
 
 
 class LostDeviceError(Exception):
@@ -219,7 +226,7 @@ def _empty_core(options: ServerOptions, lost: LostDevice) -> InferenceCore:
     core = InferenceCore([])
     core.on_lost_device = lost.report
     core.slots = ComputeSlots(options.compute_slots) if options.compute_slots else None
-    core.figures.latencies = options.latencies
+    core.figures.latencies, core.needs_all_models = options.latencies, options.strict_readiness
     _keep_responses(core, int(options.response_cache_mib * 2**20) // options.processes)
     return core
 
@@ -228,6 +235,7 @@ def _service(core: InferenceCore, options: ServerOptions) -> Service:
     return Service(
         core,
         server_version=version("halfserve"),
+        server_name=options.name,
         shared_memory=options.shared_memory,
         shared_memory_mode=options.shared_memory_mode,
         observe=options.observe,
@@ -245,7 +253,7 @@ def _certificate_key(path: Path | None) -> VerifyingKey | None:
 def addresses(options: ServerOptions) -> dict[str, Address]:
     """Return the addresses that a server with these options listens on."""
     host, http, security = options.host, options.http, options.security
-    found = {GRPC: Address(host, options.grpc_port, "--grpc-port")}
+    found = {GRPC: Address(host, options.grpc_port, "--grpc-port")} if options.grpc else {}
     if http is not None:
         found[HTTP] = Address(host, http.port, "--http-port")
         if http.metrics_port is not None:
@@ -264,9 +272,11 @@ def _control(core: InferenceCore, options: ServerOptions, runtime: Runtime) -> M
         defaults=options.defaults,
         warm_up_budget_s=options.control.warm_up_budget_s,
         certificate_key=_certificate_key(options.control.certificate_key),
+        needs_config=options.control.needs_config,
     )
+    name = options.control.config_name
     if isinstance(options.path, Path):
-        return ModelControl(core, ModelRepository(options.path, *options.more_paths), loader, options.control)
+        return ModelControl(core, ModelRepository(options.path, *options.more_paths, config_name=name), loader, options.control)
     copy = RepositoryCopy(options.path)
     return ModelControl(core, ModelRepository(copy.path), loader, options.control, copy)
 
@@ -343,8 +353,10 @@ async def _listen(
         connections=connections,
         budget=budget,
     )
-    grpc_port = await main.start()
-    listening.append(main)
+    grpc_port = None
+    if options.grpc:
+        grpc_port = await main.start()
+        listening.append(main)
     rest = await start_http(
         core, service, options.host, options.http, security.main, sockets, connections=connections, budget=budget
     )

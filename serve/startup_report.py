@@ -27,7 +27,7 @@ class StartupReport:
 
     models: Sequence[Model]  # loaded models
     host: str  # host as given in the options
-    grpc_port: int  # gRPC port
+    grpc_port: int | None  # gRPC port; None without gRPC
     seconds: float  # time from the start of loading until requests are accepted
     http_port: int | None = None  # port of the REST interface and the page; None without them
     metrics_port: int | None = None  # port of the metrics only; None without such a port
@@ -42,7 +42,8 @@ def report_startup(write: Callable[[StartupReport], None], report: StartupReport
     except OSError as error:
         # Buffered output would fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        logger.warning("serving, gRPC on port %d; standard output cannot be written to: %s", report.grpc_port, error.strerror)
+        port = "no gRPC port" if report.grpc_port is None else f"gRPC on port {report.grpc_port}"
+        logger.warning("serving, %s; standard output cannot be written to: %s", port, error.strerror)
 
 
 def print_text(report: StartupReport, scheme: str) -> None:
@@ -61,7 +62,8 @@ def print_text(report: StartupReport, scheme: str) -> None:
         typer.echo(f"administration on {address_of(report.host, report.admin_port)}")
     typer.echo(f"hot path {build_in_use()}")
     processes = f", {report.processes} processes" if report.processes > 1 else ""
-    typer.echo(f"gRPC on {address_of(report.host, report.grpc_port)}{processes}, ready in {report.seconds:.2f} s; Ctrl-C stops")
+    grpc = "no gRPC" if report.grpc_port is None else f"gRPC on {address_of(report.host, report.grpc_port)}"
+    typer.echo(f"{grpc}{processes}, ready in {report.seconds:.2f} s; Ctrl-C stops")
 
 
 def log_start(report: StartupReport) -> None:

@@ -11,116 +11,44 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
 from halfserve.serve.fleet.agent.worker_process import program
+from halfserve.serve.triton_flag_tables import (
+    ADDRESSES,
+    ANY_ADDRESS,
+    BOOLS,
+    FILES,
+    FLAGS,
+    IGNORED,
+    LEVELS_OFF,
+    LEVELS_ON,
+    MIB,
+    NO_VALUE,
+    OPENTELEMETRY,
+    OWN_TRUST,
+    REFUSED,
+    REFUSED_SWITCHES,
+    REPOSITORIES,
+    SAME,
+    SECRETS,
+    SWITCH_OPTIONS,
+    SWITCHES,
+    TRACE_FLAGS,
+    TRACE_OPTIONS,
+    TRANSLATED_SWITCHES,
+)
 
 
 class TritonFlagError(Exception):
     """A flag cannot be translated; the text names it and says what was expected."""
 
 
+TRITON_VERSIONS = "2.51 to 2.75"
 EXIT_CODES: dict[type[Exception], int] = {TritonFlagError: 2}
-MIB = 2**20
-ANY_ADDRESS = "0.0.0.0"  # noqa: S104  (tritonserver's default)
-SECRETS = {"--grpc-restricted-protocol", "--http-restricted-api"}
-# Options of `halfserve serve` that take a flag's value unchanged, by flag.
-SAME = {
-    "http-port": "--http-port",
-    "grpc-port": "--grpc-port",
-    "model-control-mode": "--model-control",
-    "repository-poll-secs": "--poll-seconds",
-    "load-model": "--load-model",
-    "exit-timeout-secs": "--drain-seconds",
-    "model-load-thread-count": "--load-threads",
-    "grpc-header-forward-pattern": "--grpc-header-forward-pattern",
-    "http-header-forward-pattern": "--http-header-forward-pattern",
-    "grpc-restricted-protocol": "--grpc-restricted-protocol",
-    "http-restricted-api": "--http-restricted-api",
-    "metrics-config": "--metrics-config",
-}
-FILES = {"grpc-server-cert": "--tls-cert", "grpc-server-key": "--tls-key", "grpc-root-cert": "--tls-client-ca"}
-ADDRESSES = ("http-address", "grpc-address", "metrics-address")
-REPOSITORIES = ("model-repository", "model-store")
-# Flags with a value of true or false, and the value that changes nothing here; None if both values are ignored.
-SWITCHES: dict[str, bool | None] = {
-    "allow-grpc": True,
-    "allow-http": True,
-    "allow-metrics": True,
-    "exit-on-error": True,
-    "grpc-use-ssl": False,
-    "grpc-use-ssl-mutual": False,
-    "allow-sagemaker": False,
-    "allow-vertex-ai": False,
-    "disable-auto-complete-config": False,
-    "strict-model-config": False,
-    "model-namespacing": False,
-    "strict-readiness": False,
-    "enable-peer-access": None,
-    "reuse-http-port": False,
-    "reuse-grpc-port": False,
-    "log-info": True,
-    "log-warning": True,
-    "log-error": True,
-    "allow-gpu-metrics": True,
-    "allow-cpu-metrics": True,
-}
-TRANSLATED_SWITCHES = {"allow-http", "allow-metrics", "exit-on-error", "grpc-use-ssl", "grpc-use-ssl-mutual"}
-# Ignored flags, with advice on what to do instead.
-IGNORED = {
-    "id": "the server's name is halfserve",
-    "log-verbose": "set log_verbose_level by the log settings, while the server runs",
-    "log-format": "see --log-format of halfserve serve",
-    "log-file": "the log goes to standard error; redirect it",
-    "metrics-interval-ms": "figures are read at each scrape",
-    "rate-limit": "compute slots share the CPU (--compute-slots)",
-    "rate-limit-resource": "compute slots share the CPU (--compute-slots)",
-    "cache-directory": "the cache is built in",
-    "backend-directory": "backends are built in",
-    "repoagent-directory": "there are no repository agents",
-    "model-config-name": "each model has one config.pbtxt",
-    "http-thread-count": "one event loop serves all connections; see --processes",
-    "model-load-retry-count": "a model that cannot be loaded is refused",
-    "model-load-gpu-limit": "the device's memory is the limit",
-    "grpc-keepalive-time": "connections are checked for progress",
-    "grpc-keepalive-timeout": "connections are checked for progress",
-    "grpc-keepalive-permit-without-calls": "pings are answered at any time",
-    "grpc-http2-max-pings-without-data": "pings are answered at any time",
-    "grpc-http2-min-recv-ping-interval-without-data": "pings are answered at any time",
-    "grpc-http2-max-ping-strikes": "pings are answered at any time",
-    "grpc-max-connection-age": "connections stay open",
-    "grpc-max-connection-age-grace": "connections stay open",
-    "grpc-infer-allocation-pool-size": "requests need no pool",
-    "grpc-infer-response-compression-level": "answers over gRPC are not compressed",
-    "pinned-memory-pool-byte-size": "there is no pool",
-    "cuda-memory-pool-byte-size": "there is no pool",
-    "cuda-virtual-address-size": "there is no pool",
-    "buffer-manager-thread-count": "there is no pool",
-    "host-policy": "use taskset or numactl",
-    "sagemaker-port": "there is no SageMaker port",
-    "sagemaker-safe-port-range": "there is no SageMaker port",
-    "sagemaker-thread-count": "there is no SageMaker port",
-    "vertex-ai-port": "there is no Vertex AI port",
-    "vertex-ai-thread-count": "there is no Vertex AI port",
-    "vertex-ai-default-model": "there is no Vertex AI port",
-}
-# Older flags, by the settings of --trace-config that replace them.
-TRACE_FLAGS = {
-    "trace-file": "triton,file",
-    "trace-log-frequency": "triton,log-frequency",
-    "trace-level": "level",
-    "trace-rate": "rate",
-    "trace-count": "count",
-}
-TRACE_OPTIONS = {"rate": "--trace-rate", "count": "--trace-count", "triton,log-frequency": "--trace-log-frequency"}
-LEVELS_ON = {"timestamps", "true", "on", "min", "max"}
-LEVELS_OFF = {"off", "false"}
-OTHERS = {"metrics-port", "cache-config", "response-cache-byte-size", "backend-config", "trace-config", *TRACE_FLAGS}
-FLAGS = {*SAME, *FILES, *ADDRESSES, *REPOSITORIES, *SWITCHES, *IGNORED, *OTHERS}
-NO_VALUE = {"disable-auto-complete-config"}
-BOOLS = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
 
 
 @dataclass
@@ -129,6 +57,8 @@ class Translation:
 
     paths: list[str] = field(default_factory=list)  # paths of the model repositories
     arguments: list[str] = field(default_factory=list)  # arguments of `halfserve serve`, besides the paths
+    variables: dict[str, str] = field(default_factory=dict)  # variables of the environment
+    log_file: str = ""  # file of the log; "" for standard error
     remarks: list[str] = field(default_factory=list)  # one line for each flag that is ignored
 
 
@@ -142,10 +72,17 @@ def triton(
 
     Example: halfserve triton -- --model-repository=models --http-port=8000
     """
+    if "--help" in flags or "--version" in flags:
+        about = f"halfserve {version('halfserve')}, with the flags of tritonserver {TRITON_VERSIONS}"
+        typer.echo(usage() if "--help" in flags else about)
+        return
     translation = translated(flags)
     command = ["serve", *translation.paths, *translation.arguments]
     for line in (*translation.remarks, f"starts: halfserve {shown(command)}"):
         typer.echo(line, err=True)
+    os.environ.update(translation.variables)
+    if translation.log_file:
+        _log_to(translation.log_file)
     os.execv(sys.executable, [*program("halfserve"), *command])  # noqa: S606  (our own program, and no shell)
 
 
@@ -158,17 +95,14 @@ def translated(flags: Sequence[str]) -> Translation:
     given: dict[str, list[str]] = {}
     for name, value in _pairs(flags):
         given.setdefault(name, []).append(value)
-    made = Translation(paths=_repositories(given))
+    made = Translation(paths=_repositories(given), log_file=given.get("log-file", [""])[-1])
     switches = {name: _switch(name, values[-1]) for name, values in given.items() if name in SWITCHES}
-    made.arguments += ["--host", _address(given), "--shared-memory", "--trust-python-models"]
-    for name, option in SAME.items():
-        for value in given.get(name, ()):
-            made.arguments += [option, value]
-    if given.get("model-control-mode", [""])[-1] == "explicit":
-        made.arguments.append("--model-uploads")
+    _check(made, given, switches)
+    made.arguments += ["--host", _address(given), "--server-name", given.get("id", ["triton"])[-1], "--triton-errors"]
+    made.arguments += ["--trust-python-models"] if switches.get("allow-client-shm") is False else OWN_TRUST
+    made.arguments += ["--strict-readiness"] if switches.get("strict-readiness", True) else []
+    _rename(made, given, switches)
     _listen(made, given, switches)
-    if switches.get("exit-on-error") is False:
-        made.arguments.append("--keep-going")
     _encrypt(made, given, switches)
     _keep_responses(made, given)
     _configure_backends(made, given)
@@ -222,6 +156,16 @@ def _address(given: dict[str, list[str]]) -> str:
     return found.pop() if found else ANY_ADDRESS
 
 
+def _rename(made: Translation, given: dict[str, list[str]], switches: dict[str, bool]) -> None:
+    for name, option in SAME.items():
+        for value in given.get(name, ()):
+            made.arguments += [option, value.lower() if name == "model-control-mode" else value]
+    if given.get("model-control-mode", [""])[-1].lower() == "explicit":
+        made.arguments.append("--model-uploads")
+    options = [option for name, (value, option) in SWITCH_OPTIONS.items() if switches.get(name) is value]
+    made.arguments += dict.fromkeys(options)
+
+
 def _listen(made: Translation, given: dict[str, list[str]], switches: dict[str, bool]) -> None:
     has_http, has_metrics = switches.get("allow-http", True), switches.get("allow-metrics", True)
     if not has_http:
@@ -232,6 +176,46 @@ def _listen(made: Translation, given: dict[str, list[str]], switches: dict[str, 
         made.arguments += ["--metrics-port", "-1"]
     elif "metrics-port" in given:
         made.arguments += ["--metrics-port", given["metrics-port"][-1]]
+
+
+def _check(made: Translation, given: dict[str, list[str]], switches: dict[str, bool]) -> None:
+    """Refuse what would start a server that the script does not mean."""
+    for name, reason in REFUSED.items():
+        if name in given:
+            raise TritonFlagError(f"--{name} cannot be honoured: {reason}")
+    for name, reason in REFUSED_SWITCHES.items():
+        if switches.get(name):
+            raise TritonFlagError(f"--{name}=true cannot be honoured: {reason}")
+    if (limit := given.get("rate-limit", ["off"])[-1]) != "off":
+        raise TritonFlagError(
+            f"--rate-limit={limit} cannot be honoured: models do not wait for resources; leave it out, or see --compute-slots "
+            "of halfserve serve"
+        )
+    if switches.get("model-namespacing") and len(made.paths) > 1:
+        raise TritonFlagError(
+            "--model-namespacing=true cannot be honoured with several repositories, as models of one name cannot be served "
+            "side by side; rename them, or start a server for each repository"
+        )
+
+
+def _log_to(file: str) -> None:
+    """Write standard error, which has the log, to a file."""
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise TritonFlagError(f"--log-file={file} cannot be written: {error.strerror}; choose another file") from None
+    os.dup2(descriptor, sys.stderr.fileno())
+
+
+def usage() -> str:
+    """Return what happens to each flag, as text."""
+    lines = ["usage: halfserve triton -- --model-repository=FOLDER [FLAGS]", ""]
+    for name in sorted(FLAGS):
+        what = f"ignored: {IGNORED[name]}" if name in IGNORED else "taken"
+        if name in REFUSED or name in REFUSED_SWITCHES:
+            what = f"refused: {(REFUSED | REFUSED_SWITCHES)[name]}"
+        lines.append(f"  --{name:48} {what}")
+    return "\n".join([*lines, "", "See docs/tutorials/from_triton.md, and `halfserve serve --help` for all options."])
 
 
 def _encrypt(made: Translation, given: dict[str, list[str]], switches: dict[str, bool]) -> None:
@@ -250,7 +234,9 @@ def _keep_responses(made: Translation, given: dict[str, list[str]]) -> None:
         if cache == "local" and size:
             sizes.append(("--cache-config", size))
         else:
-            made.remarks.append(f"--cache-config={setting} is ignored: the cache is the local one, and has a size alone")
+            raise TritonFlagError(
+                f"--cache-config={setting} cannot be honoured: the cache lies in the server's memory; expected local,size=BYTES"
+            )
     for flag, size in sizes:
         if not size.isdecimal():
             raise TritonFlagError(f"{flag} has the size {size!r}, expected a number of bytes")
@@ -289,11 +275,14 @@ def _trace(made: Translation, given: dict[str, list[str]]) -> None:
     for name, option in TRACE_OPTIONS.items():
         if name in settings and (mode == "triton" or not name.startswith("triton,")):
             made.arguments += [option, settings.pop(name)]
-    for name, value in settings.items():
-        reason = f"mode {mode} does not use it"
-        if name.startswith("opentelemetry,") and mode == "opentelemetry":
-            reason = "set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT" if name.endswith(",url") else "see OpenTelemetry's variables"
-        made.remarks.append(f"--trace-config={name}={value} is ignored: {reason}")
+    if mode == "opentelemetry":
+        for name in OPENTELEMETRY.keys() & settings.keys():
+            # Resources are given one by one.
+            made.variables[OPENTELEMETRY[name]] = ",".join(value for given_name, value in pairs if given_name == name)
+            del settings[name]
+    made.remarks += [
+        f"--trace-config={name}={value} is ignored: mode {mode} does not use it" for name, value in settings.items()
+    ]
 
 
 def _trace_destination(made: Translation, mode: str, settings: dict[str, str], levels: set[str], *, is_off: bool) -> str:

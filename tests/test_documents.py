@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from halfserve import cli
-from halfserve.serve.triton_flags import FLAGS
+from halfserve.serve.triton_flag_tables import FLAGS
 from tests import torchvision_on_cpu
 from tests.written_blocks import ROOT, blocks_of, run_in_order
 

@@ -5,7 +5,11 @@ Texts are for the client: they name its own model, input and values, never paths
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Self
+
+from halfserve.protos.triton_errors import TritonPhrase
 
 # Most characters of an error's text. It is encoded on the event loop, and gRPC's trailers hold at most MAX_DETAILS bytes (see
 # transports/grpc_framing).
@@ -42,10 +46,22 @@ class InferenceError(Exception):
     """A request could not be answered. The text says what was wrong, what was expected and what to do.
 
     The text may quote a client's message, or an exception of a model or a runtime: it is cut to MAX_TEXT characters.
+
+    Attributes:
+        phrase: Triton's text for this error; None if no client compares it.
+        facts: what the phrase names.
     """
+
+    phrase: TritonPhrase | None = None
+    facts: Mapping[str, object] = {}
 
     def __init__(self, text: str = "") -> None:
         super().__init__(cut(text, MAX_TEXT))
+
+    def like(self, phrase: TritonPhrase, **facts: object) -> Self:
+        """Note Triton's text for this error, and return the error."""
+        self.phrase, self.facts = phrase, facts
+        return self
 
 
 class InvalidArgumentError(InferenceError):
@@ -156,6 +172,49 @@ def reworded(error: InferenceError, text: str) -> InferenceError:
     ours.args = (cut(text, MAX_TEXT),)
     ours.__cause__ = error
     return ours
+
+
+class Wording:
+    """How this process words its errors.
+
+    Attributes:
+        as_triton: whether errors begin with Triton's text, and have Triton's status where it differs.
+    """
+
+    as_triton = False
+
+
+@contextmanager
+def errors_as_in_triton(is_on: bool) -> Iterator[None]:
+    """Word the errors of this process as Triton does, if `is_on`."""
+    before = Wording.as_triton
+    Wording.as_triton = is_on
+    try:
+        yield
+    finally:
+        Wording.as_triton = before
+
+
+def told_text(error: Exception) -> str:
+    """Return an error's text as a client gets it."""
+    if not Wording.as_triton or not isinstance(error, InferenceError) or error.phrase is None:
+        return str(error)
+    return error.phrase.before(str(error), error.facts)
+
+
+def told_code(error: InferenceError) -> int | None:
+    """Return gRPC's number of the status that Triton has for an error; None for that of the error's class."""
+    return None if not Wording.as_triton or error.phrase is None else error.phrase.code
+
+
+@contextmanager
+def worded(phrase: TritonPhrase, **facts: object) -> Iterator[None]:
+    """Give errors raised in this context Triton's text."""
+    try:
+        yield
+    except InferenceError as error:
+        error.like(phrase, **facts)
+        raise
 
 
 class ModelLoadError(Exception):

@@ -56,4 +56,8 @@ def hide_names(request: InferRequest, may_see: MaySee) -> None:
 
 
 def _without_names_in(error: InferenceError, may_see: MaySee) -> InferenceError:
-    return reworded(error, without_names(str(error), may_see))
+    found = reworded(error, without_names(str(error), may_see))
+    model = error.facts.get("model")
+    if model is not None and not may_see(str(model)):
+        found.phrase = None
+    return found

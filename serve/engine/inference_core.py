@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
 
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.backend import CPU_PROVIDERS
 from halfserve.serve.engine.caching.caching_scheduler import cache_answers
 from halfserve.serve.engine.caching.response_cache import ResponseCache
@@ -26,6 +27,7 @@ from halfserve.serve.engine.sequences.sequence_loading import continues_sequence
 logger = logging.getLogger(__name__)
 
 
+UNLOADED: Final = "unloaded"
 NOT_LOADED: Final = "not loaded; RepositoryModelLoad loads it"
 
 
@@ -57,6 +59,7 @@ class InferenceCore:
         pictures: threads that decode the pictures of all models.
         response_cache: cache for the models whose configuration asks for it, set like `slots`; None if the server has none.
         on_lost_device: called with the error of a device that is lost to this process; set like `slots`.
+        needs_all_models: whether the server is ready only while every model is that was not unloaded.
     """
 
     def __init__(self, models: Iterable[Model]) -> None:
@@ -79,11 +82,22 @@ class InferenceCore:
         self.response_cache: ResponseCache | None = None
         self._occupancy = LoopOccupancy()
         self.on_lost_device: Callable[[str], None] = lambda _: None
+        self.needs_all_models = False
 
     @property
     def is_ready(self) -> bool:
         """Whether load balancers should send requests here."""
         return not self._retired
+
+    @property
+    def is_ready_for_clients(self) -> bool:
+        """Whether the server says that it is ready. With `needs_all_models` it does while every model is that was not unloaded,
+        as in Triton.
+        """
+        if not self.is_ready or not self.needs_all_models:
+            return self.is_ready
+        silent = {VersionState.READY, VersionState.UNLOADING}
+        return all(status.state in silent or status.reason in {NOT_LOADED, UNLOADED} for status in self.index())
 
     @property
     def changed(self) -> asyncio.Event:
@@ -136,7 +150,8 @@ class InferenceCore:
         found = next((m for m in served if str(m.version) == number), None)
         if found is None:
             known = ", ".join(str(m.version) for m in served)
-            raise NotFoundError(f"model {name!r} has no version {version:.40}; served: {known}")
+            refusal = NotFoundError(f"model {name!r} has no version {version:.40}; served: {known}")
+            raise self._unknown_version(refusal, name, number)
         return found
 
     def knows(self, name: str) -> bool:
@@ -199,6 +214,7 @@ class InferenceCore:
         """
         if self._draining and not (self._finishes_sequences and self._is_for_sequence(model, request)):
             refusal = UnavailableError("the server is shutting down; send the request to another replica")
+            refusal.like(TritonPhrase.STOPPING)
             self.figures.refuse(refusal)
             raise refusal
         model.scheduler.submit(request)
@@ -345,7 +361,7 @@ class InferenceCore:
             self._leaving.pop(model, None)
             status = self.states.of(model.name).get(version)
             if status is not None and status.state is VersionState.UNLOADING:
-                self.states.set(model.name, version, VersionState.UNAVAILABLE, "unloaded")
+                self.states.set(model.name, version, VersionState.UNAVAILABLE, UNLOADED)
                 self.notify()
 
         task.add_done_callback(left)
@@ -353,16 +369,25 @@ class InferenceCore:
 
     def _controlled(self) -> ModelLoader:
         if self.control is None:
-            raise UnavailableError("models are not loaded by request here; start the server with --model-control explicit")
+            refusal = UnavailableError("models are not loaded by request here; start the server with --model-control explicit")
+            raise refusal.like(TritonPhrase.NO_CONTROL)
         return self.control
 
     def _not_served(self, name: str) -> NotFoundError | UnavailableError:
         known = self.states.of(name)
         if any(status.state is VersionState.LOADING for status in known.values()):
-            return UnavailableError(f"model {name!r} is being loaded; send the request again in a moment")
+            loading = UnavailableError(f"model {name!r} is being loaded; send the request again in a moment")
+            return loading.like(TritonPhrase.NO_VERSION, model=name)
         if self.knows(name):
-            return NotFoundError(f"model {name!r} is not served now; RepositoryIndex says why")
-        return NotFoundError(f"model {name!r} is not served here; RepositoryIndex lists what is")
+            gone = NotFoundError(f"model {name!r} is not served now; RepositoryIndex says why")
+            return gone.like(TritonPhrase.NO_VERSION, model=name)
+        unknown = NotFoundError(f"model {name!r} is not served here; RepositoryIndex lists what is")
+        return unknown.like(TritonPhrase.UNKNOWN_MODEL, model=name)
+
+    def _unknown_version(self, refusal: NotFoundError, name: str, version: str) -> NotFoundError:
+        known = self.states.of(name).get(version)
+        phrase = TritonPhrase.UNKNOWN_VERSION if known is None else TritonPhrase.VERSION_NOT_READY
+        return refusal.like(phrase, model=name, version=version)
 
 
 async def _end(model: Model) -> None:
@@ -397,6 +422,10 @@ class RestrictedCore(InferenceCore):
     @property
     def is_ready(self) -> bool:
         return self._core.is_ready
+
+    @property
+    def is_ready_for_clients(self) -> bool:
+        return self._core.is_ready_for_clients
 
     def models(self) -> list[Model]:
         return [model for model in self._core.models() if self._may_see(model.name)]
@@ -437,7 +466,8 @@ class RestrictedCore(InferenceCore):
         self, name: str, config: str | None = None, files: Mapping[str, bytes] | None = None, *, caller: str | None = None
     ) -> None:
         if not self._may_see(name):
-            raise NotFoundError(f"the repository has no model {name!r}; RepositoryIndex lists what it has")
+            refusal = NotFoundError(f"the repository has no model {name!r}; RepositoryIndex lists what it has")
+            raise refusal.like(TritonPhrase.NOT_IN_REPOSITORY, model=name)
         with names_hidden(self._may_see):
             await self._core.load(name, config, files, caller=caller)
 

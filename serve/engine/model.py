@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Protocol
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.protos.pictures import PicturePreparation
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.backend import Backend, ModelInterface
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.config.batching import queue_policy
@@ -291,11 +292,13 @@ class Model:
         sizes = {name: shape[0] for name, shape in shapes.items()}
         rows = next(iter(sizes.values()), 0)
         if any(size != rows for size in sizes.values()):
-            raise InvalidArgumentError(f"{where}inputs have different batch sizes {sizes}, expected the same for all")
+            other = next(name for name, size in sizes.items() if size != rows)
+            refusal = InvalidArgumentError(f"{where}inputs have different batch sizes {sizes}, expected the same for all")
+            raise refusal.like(TritonPhrase.BATCH_SIZES_DIFFER, input=other, model=self.name)
         if not 1 <= rows <= self.max_batch_size:
             raise InvalidArgumentError(
                 f"{where}the batch size is {rows}, expected 1 to {self.max_batch_size}; split the request"
-            )
+            ).like(TritonPhrase.BATCH_SIZE, most=self.max_batch_size, model=self.name)
         return rows
 
     def bucket(self, shapes: Mapping[str, tuple[int, ...]]) -> Hashable:
@@ -360,3 +363,17 @@ class Model:
     @property
     def fault(self) -> str:
         return "" if self.composition is None else self.composition.fault
+
+
+def missing_inputs(refusal: InvalidArgumentError, model: Model, given: list[str], missing: list[str]) -> InvalidArgumentError:
+    """Return the error of a request that leaves out required inputs, with Triton's text."""
+    count, required = len(model.inputs), sum(not spec.optional for spec in model.inputs.values())
+    phrase = TritonPhrase.INPUT_COUNT if required == count else TritonPhrase.INPUT_COUNT_BETWEEN
+    facts = {"count": count, "required": required, "given": len(given), "names": given, "missing": missing}
+    return refusal.like(phrase, model=model.name, **facts)
+
+
+def unfit_shape(refusal: InvalidArgumentError, model: Model, spec: TensorSpec, shape: Iterable[int]) -> InvalidArgumentError:
+    """Return the error of an input whose shape the model does not take, with Triton's text."""
+    facts = {"input": spec.name, "expected": list(spec.shape), "given": list(shape)}
+    return refusal.like(TritonPhrase.SHAPE, model=model.name, **facts)

@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from halfserve.protos.request_parameters import PRIORITY
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.errors import (
     DeadlineExceededError,
     InferenceError,
     InvalidArgumentError,
     RequestCancelledError,
     UnsupportedError,
+    worded,
 )
 from halfserve.serve.engine.inference_core import InferenceCore
-from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.model import Model, missing_inputs, unfit_shape
 from halfserve.serve.engine.requests import NO_PARAMETERS, CallingExecution, InferRequest, Parameter
 from halfserve.serve.engine.tensors import Array, Tensors
 from halfserve.serve.engine.whole_requests import left_error
@@ -153,7 +155,8 @@ class ModelCalls:
         try:
             if call.caller is not None and call.caller.is_left:
                 raise left_error(call.caller)
-            model = found = self.core.model(call.model, call.version)
+            with worded(TritonPhrase.CALLED_MODEL_NOT_READY, model=call.model):
+                model = found = self.core.model(call.model, call.version)
             request = _request(call, found)
             if call.many:
                 request.respond = lambda outputs, final, read: listener.respond(found, outputs, final=final, read=read)
@@ -179,24 +182,34 @@ def _request(call: ModelCall, model: Model) -> InferRequest:
             f"model {model.name!r} is decoupled, and gives any number of responses: call it with decoupled=True"
         )
     arrays: dict[str, Array] = {}
+    missing = [name for name, spec in model.inputs.items() if name not in call.inputs and not spec.optional]
+    if missing:
+        refusal = InvalidArgumentError(f"missing input {_names(missing)} of model {model.name!r}")
+        raise missing_inputs(refusal, model, [*call.inputs], missing)
     for name, array in call.inputs.items():
         spec = model.inputs.get(name)
         if spec is None:
-            raise InvalidArgumentError(f"input {name!r} is not one of model {model.name!r}: {_names(model.inputs)}")
+            refusal = InvalidArgumentError(f"input {name!r} is not one of model {model.name!r}: {_names(model.inputs)}")
+            raise refusal.like(TritonPhrase.UNEXPECTED_INPUT, input=name, model=model.name)
         if call.datatypes[name] != spec.datatype.wire:
             raise InvalidArgumentError(
                 f"input {name!r} of model {model.name!r} has datatype {call.datatypes[name]!r}, expected {spec.datatype.wire!r}"
+            ).like(
+                TritonPhrase.DATATYPE,
+                input=name,
+                model=model.name,
+                given=call.datatypes[name],
+                expected=spec.datatype.wire,
             )
         mismatch = spec.mismatch(array.shape)
         if mismatch is not None:
-            raise InvalidArgumentError(f"input {name!r} of model {model.name!r} {mismatch}")
+            refusal = InvalidArgumentError(f"input {name!r} of model {model.name!r} {mismatch}")
+            raise unfit_shape(refusal, model, spec, array.shape)
         arrays[name] = array
-    missing = [name for name, spec in model.inputs.items() if name not in arrays and not spec.optional]
-    if missing:
-        raise InvalidArgumentError(f"missing input {_names(missing)} of model {model.name!r}")
     for name in call.outputs:
         if name not in model.outputs:
-            raise InvalidArgumentError(f"output {name!r} is not one of model {model.name!r}: {_names(model.outputs)}")
+            refusal = InvalidArgumentError(f"output {name!r} is not one of model {model.name!r}: {_names(model.outputs)}")
+            raise refusal.like(TritonPhrase.UNEXPECTED_OUTPUT, output=name, model=model.name)
     rows = model.rows_of({name: array.shape for name, array in arrays.items()}, f"model {model.name!r}: ")
     turn = model.queue_policy.turn(_priority(call.parameters), call.timeout_s)
     now = time.monotonic()

@@ -378,9 +378,11 @@ class LatencyFigures:
     Attributes:
         has_counters: whether there are counters of durations.
         quantiles: quantiles of the summaries, each between 0 and 1; empty for no summaries.
+        has_histograms: whether there are histograms of the time to the first response.
     """
 
     has_counters: bool = True
+    has_histograms: bool = False
     quantiles: tuple[float, ...] = ()
 
 

@@ -18,7 +18,8 @@ from starlette.responses import Response, StreamingResponse
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.datatypes import BY_WIRE
-from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
+from halfserve.protos.triton_errors import TritonPhrase
+from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, worded
 from halfserve.serve.http import json_bodies as fields
 from halfserve.serve.http.http_options import HttpLimits, memory_of
 from halfserve.serve.http.infer_route import (
@@ -66,7 +67,10 @@ class GenerateRoute:
             raise only
         if only is None or await responses.next_or_gone(request) is not None:
             number = "none" if only is None else "more"
-            raise BackendError(f"the model gave {number}, and generate takes exactly one response; send it to generate_stream")
+            error = BackendError(
+                f"the model gave {number}, and generate takes exactly one response; send it to generate_stream"
+            )
+            raise error.like(TritonPhrase.NOT_ONE_RESPONSE)
         return json_text_response(await self._written(only))
 
     @serves_versions("POST", "/generate_stream", INFERENCE, GENERATE_STREAM)
@@ -220,7 +224,8 @@ def read_request(body: bytes, inputs: Inputs, model: str, version: str) -> bytes
     head = pb.ModelInferRequest(model_name=model, model_version=version, id=fields.text(content, "id", "the request", ""))
     if PARAMETERS in inputs:
         raise InvalidArgumentError(f"model {model!r} has an input {PARAMETERS!r}, which generate cannot fill; send it to infer")
-    nested = fields.members(content, PARAMETERS, "the request")
+    with worded(TritonPhrase.GENERATE_PARAMETERS):
+        nested = fields.members(content, PARAMETERS, "the request")
     given = {name: value for name, value in content.items() if name not in {"id", PARAMETERS}}
     for name in given.keys() & nested.keys():
         raise InvalidArgumentError(f"the request has {name!r:.40} beside {PARAMETERS} and in it, expected it once")
@@ -229,10 +234,12 @@ def read_request(body: bytes, inputs: Inputs, model: str, version: str) -> bytes
         if name in inputs:
             tensor = inputs[name]
             shape = _filled(tensor.shape, len(value) if isinstance(value, list) else 1)
-            raw.append(raw_from_json(value, tensor.datatype, shape, f"input {name!r}"))
+            with worded(TritonPhrase.GENERATE_FLAG if tensor.datatype == "BOOL" else TritonPhrase.GENERATE_TEXT):
+                raw.append(raw_from_json(value, tensor.datatype, shape, f"input {name!r}"))
             head.inputs.add(name=name, datatype=tensor.datatype, shape=shape)
         else:
-            set_parameters(head.parameters, {name: value}, "the request", skip=set())
+            with worded(TritonPhrase.GENERATE_NESTED if name in nested else TritonPhrase.PARAMETER_TYPE, parameter=name):
+                set_parameters(head.parameters, {name: value}, "the request", skip=set())
     return joined(head, raw)
 
 

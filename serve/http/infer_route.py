@@ -20,6 +20,7 @@ from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from halfserve.protos.request_parameters import BINARY_OUTPUTS
 from halfserve.protos.shared_memory_parameters import REGION
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnavailableError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
@@ -175,7 +176,7 @@ def _only_input(model: Model, version: str, body: bytes) -> RestRequest:
     if len(model.inputs) != 1:
         raise InvalidArgumentError(
             f"Inference-Header-Content-Length is 0, but model {model.name!r} has {len(model.inputs)} inputs; send JSON"
-        )
+        ).like(TritonPhrase.RAW_INPUTS, count=len(model.inputs), model=model.name)
     (spec,) = model.inputs.values()
     shape = list(spec.shape)
     if model.max_batch_size:
@@ -186,7 +187,7 @@ def _only_input(model: Model, version: str, body: bytes) -> RestRequest:
     if size is None or shape.count(-1) > 1:
         raise InvalidArgumentError(
             f"Inference-Header-Content-Length is 0, but input {spec.name!r} has no shape that follows from its bytes; send JSON"
-        )
+        ).like(TritonPhrase.RAW_BYTES if size is None else TritonPhrase.RAW_SHAPE, input=spec.name)
     if -1 in shape:
         known = -size  # the product of the known sizes; -1 stands for the open one
         for length in shape:
@@ -246,7 +247,8 @@ def set_parameters(target: Any, given: Mapping[str, Any], where: str, *, skip: s
         elif isinstance(value, str):
             target[name].string_param = value
         else:
-            raise InvalidArgumentError(f"{where} has parameter {name!r} that is not text, a number, true or false")
+            refusal = InvalidArgumentError(f"{where} has parameter {name!r} that is not text, a number, true or false")
+            raise refusal.like(TritonPhrase.PARAMETER_TYPE, parameter=name)
 
 
 def _read_outputs(head: ModelInferRequest, content: Fields) -> dict[str, bool]:

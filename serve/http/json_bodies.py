@@ -6,12 +6,12 @@ import base64
 import json
 import re
 import secrets
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.errors import InvalidArgumentError
 
 # A flat list of numbers as the field "data" of an object, if a brace or a comma precedes it. After those or white space a
@@ -82,8 +82,11 @@ def loads(text: str, *, long: int = LONG, piece: int = PIECE, unique: bool = Fal
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        raise RepeatedNameError(next(name for name, count in counts.items() if count > 1))
+        seen = set[str]()
+        for name, _ in pairs:
+            if name in seen:
+                raise RepeatedNameError(name)
+            seen.add(name)
     return content
 
 
@@ -134,7 +137,8 @@ def parse_object(body: bytes | memoryview, *, empty: bool = False, unique: bool 
             "or as bytes behind the JSON (binary_data_size)"
         ) from None
     except RepeatedNameError as error:
-        raise InvalidArgumentError(f"the body has {_shown(str(error))} twice in one object, expected it once") from None
+        refusal = InvalidArgumentError(f"the body has {_shown(str(error))} twice in one object, expected it once")
+        raise refusal.like(TritonPhrase.GENERATE_TWICE, input=str(error)) from None
     except (RecursionError, ValueError):
         raise InvalidArgumentError("the body's JSON is nested too deeply or has too long a number; expected less") from None
     if not isinstance(value, dict):

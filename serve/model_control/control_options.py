@@ -49,6 +49,8 @@ class ControlOptions:
             signature.
         lame_duck_s: seconds after SIGTERM in which the server is not ready but still takes requests, so that load balancers
             stop sending requests before it refuses any.
+        needs_config: whether a model whose configuration lacks platform, inputs or outputs is refused.
+        config_name: name of the configurations to prefer: configs/<config_name>.pbtxt in a model's folder.
     """
 
     mode: ControlMode = ControlMode.NONE
@@ -62,6 +64,8 @@ class ControlOptions:
     load_threads: int = 0
     certificate_key: Path | None = None
     lame_duck_s: float = 0.0
+    needs_config: bool = False
+    config_name: str = ""
 
 
 def start_error(refused: Mapping[str, Sequence[ModelLoadError]], *, has_others: bool) -> ModelLoadError:

@@ -8,6 +8,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.config.model_config import DeclaredConfig, config_from_json
 from halfserve.serve.engine.ensembles.graph import step_models
 from halfserve.serve.engine.errors import (
@@ -276,12 +277,14 @@ class ModelControl:
             logger.warning("%s", error)
             raise UnavailableError("the repository cannot be read now; the server's log says why") from None
         if not known:
-            raise NotFoundError(f"the repository has no model {name!r}; RepositoryIndex lists what it has")
+            unknown = NotFoundError(f"the repository has no model {name!r}; RepositoryIndex lists what it has")
+            raise unknown.like(TritonPhrase.NOT_IN_REPOSITORY, model=name)
         declared = await self._declared(repository, name, config)
         refused = await self._switch.bring_in(repository, name, declared)
         if refused:
             reasons = [*refused_steps, *self._switch.reasons(repository, name, refused)]
-            raise FailedPreconditionError(f"model {name!r} was refused: {'; '.join(reasons)}")
+            refusal = FailedPreconditionError(f"model {name!r} was refused: {'; '.join(reasons)}")
+            raise refusal.like(TritonPhrase.LOAD_FAILED, model=name)
 
     async def _unload(self, name: str, *, dependents: bool) -> None:
         steps = self._steps(name)
@@ -332,7 +335,8 @@ class ModelControl:
     def _require_explicit(self, done: str) -> None:
         if self._options.mode is not ControlMode.EXPLICIT:
             # Triton's status: clients that are written for it ask by it whether models are loaded by request.
-            raise UnavailableError(f"models are not {done} by request here; start the server with --model-control explicit")
+            refusal = UnavailableError(f"models are not {done} by request here; start the server with --model-control explicit")
+            raise refusal.like(TritonPhrase.NO_CONTROL)
         if not self._core.is_ready:
             raise UnavailableError("the server is shutting down; send the request to another replica")
 

@@ -80,7 +80,7 @@ class VersionFingerprint:
 
 def version_fingerprint(files: ModelFiles, *, bare: bool) -> VersionFingerprint:
     """Scan a version's files. `bare`: whether the model is a file without a folder of its own."""
-    folder = files.config.source.parent
+    folder = files.config.model_folder
     beside = () if bare else tuple(entry for path in sorted(folder.iterdir()) if path.is_file() for entry in fingerprint(path))
     return VersionFingerprint(
         model=files.model,

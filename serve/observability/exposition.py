@@ -36,6 +36,7 @@ from halfserve.serve.engine.model_statistics import ServerFigures, zeros
 from halfserve.serve.observability.metrics import (
     CONTENT_TYPE,
     MetricTexts,
+    histogram_metric,
     metric_of,
     state_metric,
     summary_metrics,
@@ -89,6 +90,8 @@ async def collect(core: InferenceCore) -> AsyncIterator[Metric]:
                 yield metric
         for metric in summary_metrics(some, latencies.quantiles) if latencies.quantiles else ():
             yield metric
+        if latencies.has_histograms:
+            yield histogram_metric(some)
         await asyncio.sleep(0)
     statuses = core.index()
     for at in range(0, len(statuses), STATES_TOGETHER):

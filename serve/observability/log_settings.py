@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.observability.observe_options import AccessLog
 
@@ -105,7 +106,8 @@ class LogFilter(logging.Filter):
 
 def _checked_log_setting(name: str, value: Value) -> Value:
     if name in FIXED_LOG_SETTINGS:
-        raise InvalidArgumentError(f"{name} cannot be changed over the network; {FIXED_LOG_SETTINGS[name]}")
+        refusal = InvalidArgumentError(f"{name} cannot be changed over the network; {FIXED_LOG_SETTINGS[name]}")
+        raise refusal.like(TritonPhrase.LOG_FILE) if name == "log_file" else refusal
     if name not in NAMES:
         raise InvalidArgumentError(f"there is no log setting {name!r}; those that can be changed: {', '.join(NAMES)}")
     if name == "log_format":

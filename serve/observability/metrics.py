@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
 from halfserve.serve.engine.model import Model, VersionState, VersionStatus
-from halfserve.serve.engine.model_statistics import Duration, LatencyFigures, Totals
+from halfserve.serve.engine.model_statistics import EDGES_NS, Duration, LatencyFigures, Totals
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
-LATENCY_SETTINGS = ("counter_latencies", "summary_latencies", "summary_quantiles")
+LATENCY_SETTINGS = ("counter_latencies", "histogram_latencies", "summary_latencies", "summary_quantiles")
+FIRST_RESPONSE_EDGES_MS = (100, 500, 2000, 5000)  # Triton's default
 BOOLS = {"true": True, "false": False}
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)  # Triton's default
 # Summaries with quantiles, which --metrics-config selects: name, text, count and sum since the model was loaded, and stage.
@@ -131,6 +132,24 @@ def summary_metrics(models: Sequence[Model], quantiles: Sequence[float]) -> Iter
         yield metric
 
 
+def histogram_metric(models: Sequence[Model]) -> Metric:
+    """Return the times from the arrival of computed requests to their first response."""
+    metric = Metric(
+        "nv_inference_first_response_histogram_ms", "Time of computed requests to their first response", "histogram"
+    )
+    for model in models:
+        # A request of a decoupled model computes until its first response.
+        times = model.statistics.histograms()["compute_infer" if model.is_decoupled else "total"]
+        at_most = dict(zip(EDGES_NS, accumulate(times.counts), strict=False))
+        labels = labels_of(model)
+        for edge in FIRST_RESPONSE_EDGES_MS:
+            metric.add_sample(f"{metric.name}_bucket", labels | {"le": str(edge)}, at_most[edge * 10**6])
+        metric.add_sample(f"{metric.name}_bucket", labels | {"le": "+Inf"}, times.count)
+        metric.add_sample(f"{metric.name}_sum", labels, times.ns / 1e6)
+        metric.add_sample(f"{metric.name}_count", labels, times.count)
+    return metric
+
+
 def latency_figures(settings: Sequence[str]) -> LatencyFigures:
     """Parse Triton's settings of metrics, texts NAME=VALUE; the last one of a name counts.
 
@@ -148,7 +167,9 @@ def latency_figures(settings: Sequence[str]) -> LatencyFigures:
     quantiles = QUANTILES if given is None else tuple(map(_quantile, given.split(",")))
     has_summaries = BOOLS[values.get("summary_latencies", "false")]
     return LatencyFigures(
-        has_counters=BOOLS[values.get("counter_latencies", "true")], quantiles=quantiles if has_summaries else ()
+        has_counters=BOOLS[values.get("counter_latencies", "true")],
+        has_histograms=BOOLS[values.get("histogram_latencies", "false")],
+        quantiles=quantiles if has_summaries else (),
     )
 
 

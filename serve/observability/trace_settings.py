@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.observability.observe_options import OTLP, UNBOUNDED, ObserveOptions, TraceLevel, is_tritons
 
@@ -157,7 +158,8 @@ def _with(settings: TraceSettings, values: Mapping[str, tuple[str, ...]]) -> Tra
 def _checked_trace_setting(name: str, values: Sequence[str]) -> tuple[str, ...] | None:
     """Return the values of a setting; None clears it."""
     if name in FIXED_TRACE_SETTINGS:
-        raise InvalidArgumentError(f"{name} is set when the server starts (--trace-to), not over the network")
+        refusal = InvalidArgumentError(f"{name} is set when the server starts (--trace-to), not over the network")
+        raise refusal.like(TritonPhrase.TRACE_FILE) if name == "trace_file" else refusal
     if name not in CHANGEABLE:
         raise InvalidArgumentError(f"there is no trace setting {name!r}; those that can be changed: {', '.join(CHANGEABLE)}")
     if not values:

@@ -12,7 +12,7 @@ from halfserve.option_groups import reading
 from halfserve.serve.engine.model_statistics import LatencyFigures
 from halfserve.serve.observability.metrics import latency_figures
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders, HeaderPattern
-from halfserve.serve.protocol.rpc import Api
+from halfserve.serve.protocol.rpc import SERVER_NAME, Api
 from halfserve.serve.security.restricted_apis import GRPC_PREFIX, restricted_group
 from halfserve.serve.security.security_options import RestrictedGroup
 
@@ -21,7 +21,7 @@ _as_triton = partial(typer.Option, rich_help_panel="As in Triton")
 
 @dataclass(frozen=True, kw_only=True)
 class AsTriton:
-    """Options of forwarded headers, latency metrics and restricted APIs, as tritonserver has them."""
+    """Options of forwarded headers, latency metrics, restricted APIs and errors, as tritonserver has them."""
 
     grpc_header_forward_pattern: Annotated[
         str | None,
@@ -34,7 +34,8 @@ class AsTriton:
         list[str] | None,
         _as_triton(
             help="NAME=VALUE: counter_latencies=false leaves counters of durations out, summary_latencies=true adds summaries "
-            "with quantiles, summary_quantiles=0.5:0.05,0.99:0.001 sets these; may be repeated."
+            "with quantiles, summary_quantiles=0.5:0.05,0.99:0.001 sets these, histogram_latencies=true adds histograms of the "
+            "time to the first response; may be repeated."
         ),
     ] = None
     grpc_restricted_protocol: Annotated[
@@ -48,6 +49,23 @@ class AsTriton:
     http_restricted_api: Annotated[
         list[str] | None, _as_triton(hide_input=True, help="The same for HTTP requests, by the header KEY; may be repeated.")
     ] = None
+
+    strict_readiness: Annotated[
+        bool,
+        _as_triton(
+            "--strict-readiness",
+            help="Be ready while every model is that was not unloaded; otherwise models that are refused do not count.",
+        ),
+    ] = False
+    server_name: Annotated[str, _as_triton(help="Name of the server in its metadata; Triton's is triton.")] = SERVER_NAME
+    triton_errors: Annotated[
+        bool,
+        _as_triton(
+            "--triton-errors",
+            help="Begin errors that clients of Triton compare with Triton's texts, and give them its statuses: a full queue is "
+            "UNAVAILABLE (503), for example.",
+        ),
+    ] = False
 
     def forwarded(self) -> ForwardedHeaders:
         """Headers that become parameters of inference requests."""

@@ -26,6 +26,7 @@ class Listening:
 
     host: Annotated[str, _listening(help="Address to listen on; 0.0.0.0 for all.")] = ServerOptions.host
     grpc_port: Annotated[int, _listening(min=0, max=65535, help="gRPC port; 0 finds a free one.")] = ServerOptions.grpc_port
+    grpc: Annotated[bool, _listening("--grpc/--no-grpc", help="Serve gRPC.")] = ServerOptions.grpc
     http: Annotated[bool, _listening("--http/--no-http", help="Serve REST, the page and metrics too.")] = True
     http_port: Annotated[
         int | None,
@@ -54,6 +55,10 @@ class Listening:
             help="An origin such as https://app.example whose pages may send inference requests, or '*'; may be repeated."
         ),
     ] = None
+    http_max_input_size: Annotated[
+        int,
+        _listening(min=1, help="Bytes of one HTTP request, as sent.", show_default=f"{HttpLimits.max_body_bytes // MIB} MiB"),
+    ] = HttpLimits.max_body_bytes
     max_text_mib: Annotated[
         int,
         _listening(
@@ -93,6 +98,8 @@ class Listening:
     def __post_init__(self) -> None:
         if self.shared_memory_mode is SharedMemoryMode.TRUSTED and not self.shared_memory:
             raise typer.BadParameter("--shared-memory-mode trusted needs --shared-memory; add it or leave the mode out")
+        if not self.grpc and not self.http:
+            raise typer.BadParameter("--no-grpc and --no-http leave nothing to serve; leave one of them out")
         for option, is_given in (
             ("--http-port", self.http_port is not None),
             ("--metrics-port", self.metrics_port is not None and self.metrics_port >= 0),
@@ -118,5 +125,5 @@ class Listening:
             metrics_port=None if metrics is None or metrics < 0 else metrics,
             allowed_hosts=tuple(self.http_allowed_host or ()),
             allowed_origins=origins,
-            limits=HttpLimits(max_text_body_bytes=self.max_text_mib * MIB),
+            limits=HttpLimits(max_body_bytes=self.http_max_input_size, max_text_body_bytes=self.max_text_mib * MIB),
         )

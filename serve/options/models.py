@@ -56,6 +56,15 @@ class Models:
             "Models whose files exceed the free memory together wait for each other.",
         ),
     ] = ControlOptions.load_threads
+    model_config_name: Annotated[
+        str, _models(help="Take a model's configs/NAME.pbtxt in place of its config.pbtxt, where it is there.")
+    ] = ControlOptions.config_name
+    require_config: Annotated[
+        bool,
+        _models(
+            "--require-config", help="Refuse models whose config.pbtxt does not name platform or backend, inputs and outputs."
+        ),
+    ] = ControlOptions.needs_config
     keep_going: Annotated[bool, _models("--keep-going", help="Start with the models that can be served where one cannot.")] = (
         ControlOptions.keep_going
     )
@@ -116,6 +125,8 @@ class Models:
             load_threads=self.load_threads,
             certificate_key=certificate_key,
             lame_duck_s=lame_duck_s,
+            needs_config=self.require_config,
+            config_name=self.model_config_name,
         )
 
     def trust(self) -> Trust:
@@ -129,6 +140,10 @@ class Models:
     def first_place(self, path: str) -> Path | ObjectStorage:
         """Location of the first repository or model file."""
         if is_url(path):
+            if self.model_config_name:
+                raise typer.BadParameter(
+                    "--model-config-name is for repositories on this disk; leave it out, or copy PATH here"
+                )
             folder = self.storage_folder or default_folder()
             return ObjectStorage(url=path, folder=folder, max_bytes=int(self.storage_gib * 2**30))
         if self.storage_folder is not None:

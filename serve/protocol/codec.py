@@ -14,13 +14,14 @@ from halfserve.protos.datatypes import BY_WIRE, Datatype
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.protos.request_parameters import PRIORITY, REQUEST_PARAMETERS, RESERVED_PREFIX, TIMEOUT
 from halfserve.protos.shared_memory_parameters import PARAMETERS
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.errors import InvalidArgumentError
-from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.model import Model, missing_inputs, unfit_shape
 from halfserve.serve.engine.pictures.encoded_inputs import EncodedInputs, EncodedPictures
 from halfserve.serve.engine.requests import NO_PARAMETERS, Parameter
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, LateArray, LateInputs, RawInput, RawLayout, Tensors, TensorSpec
 from halfserve.serve.protocol.messages import parse
-from halfserve.serve.protocol.raw_tensors import from_raw
+from halfserve.serve.protocol.raw_tensors import ByteCountError, from_raw
 from halfserve.serve.protocol.shared_memory import (
     MAX_BYTES,
     RegionSlice,
@@ -123,7 +124,7 @@ def decode_inputs(
             else:
                 array = _from_contents(tensor.contents, spec, tensor.shape)
         except ValueError as error:
-            raise _wrong(spec, error) from None
+            raise _wrong(spec, error, model) from None
         if spec.datatype is not model.inputs[spec.name].datatype:
             if place is None and len(data) > LATE_BYTES:
                 array = _late(spec, tensor.shape, partial(_read_again, data, len(arrays), spec, tuple(tensor.shape)))
@@ -132,7 +133,8 @@ def decode_inputs(
         arrays[spec.name] = array
     if len(arrays) != len(model.inputs) and (left_out := _left_out(arrays, model)):
         missing = ", ".join(map(repr, left_out))
-        raise InvalidArgumentError(f"missing input {missing}; the model takes {_names(model.inputs)}")
+        refusal = InvalidArgumentError(f"missing input {missing}; the model takes {_names(model.inputs)}")
+        raise missing_inputs(refusal, model, [*arrays], left_out)
     _check_total(places)
     rows = model.rows_of({name: array.shape for name, array in arrays.items()})
     arrays = {name: _to_model(array, model.inputs[name]) for name, array in arrays.items()}
@@ -181,7 +183,8 @@ def requested_names(request: ModelInferRequest, model: Model) -> tuple[str, ...]
         name = output.name
         if name not in model.outputs:
             known = ", ".join(map(repr, model.outputs))
-            raise InvalidArgumentError(f"output {name!r} is not one of the model's: {known}")
+            refusal = InvalidArgumentError(f"output {name!r} is not one of the model's: {known}")
+            raise refusal.like(TritonPhrase.UNEXPECTED_OUTPUT, output=name, model=model.name)
         if wanted.setdefault(name, output) != output:
             raise InvalidArgumentError(f"output {name!r} is named twice, with other parameters; expected one way to answer it")
     return tuple(wanted)
@@ -228,17 +231,22 @@ def _check_total(places: Sequence[RegionSlice | None]) -> None:
 def _spec(tensor: ModelInferRequest.InferInputTensor, model: Model, seen: Mapping[str, Any]) -> TensorSpec:
     spec = model.inputs.get(tensor.name)
     if spec is None:
-        raise InvalidArgumentError(f"input {tensor.name!r} is not one of the model's: {_names(model.inputs)}")
+        refusal = InvalidArgumentError(f"input {tensor.name!r} is not one of the model's: {_names(model.inputs)}")
+        raise refusal.like(TritonPhrase.UNEXPECTED_INPUT, input=tensor.name, model=model.name)
     if spec.name in seen:
         raise InvalidArgumentError(f"input {spec.name!r} is given twice; expected once")
     if tensor.datatype != spec.datatype.wire:
         if tensor.datatype == BYTES.wire and spec.name in model.pictures:
             spec = _encoded_spec(spec, len(tensor.shape))
         else:
-            raise InvalidArgumentError(f"input {spec.name!r} has datatype {tensor.datatype!r}, expected {spec.datatype.wire!r}")
+            expected = spec.datatype.wire
+            refusal = InvalidArgumentError(f"input {spec.name!r} has datatype {tensor.datatype!r}, expected {expected!r}")
+            facts = {"input": spec.name, "model": model.name, "given": tensor.datatype, "expected": expected}
+            raise refusal.like(TritonPhrase.DATATYPE, **facts)
     mismatch = spec.mismatch(tensor.shape)
     if mismatch is not None:
-        raise InvalidArgumentError(f"input {spec.name!r} {mismatch}")
+        refusal = InvalidArgumentError(f"input {spec.name!r} {mismatch}")
+        raise unfit_shape(refusal, model, spec, tensor.shape)
     return spec
 
 
@@ -296,7 +304,7 @@ def _late(spec: TensorSpec, shape: Sequence[int], read: Callable[[], Array]) -> 
         try:
             return read()
         except ValueError as error:
-            raise _wrong(spec, error) from None
+            raise _wrong(spec, error, None) from None
 
     return LateArray(tuple(shape), checked)
 
@@ -310,8 +318,11 @@ def _inputs(arrays: Mapping[str, Array | LateArray]) -> Tensors:
     return read if len(read) == len(arrays) else LateInputs(arrays)
 
 
-def _wrong(spec: TensorSpec, error: ValueError) -> InvalidArgumentError:
-    return InvalidArgumentError(f"input {spec.name!r} {error}")
+def _wrong(spec: TensorSpec, error: ValueError, model: Model | None) -> InvalidArgumentError:
+    refusal = InvalidArgumentError(f"input {spec.name!r} {error}")
+    if model is not None and isinstance(error, ByteCountError):
+        refusal.like(error.phrase, input=spec.name, model=model.name, given=error.given, expected=error.expected)
+    return refusal
 
 
 def _names(specs: dict[str, TensorSpec]) -> str:

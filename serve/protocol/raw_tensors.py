@@ -10,11 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from halfserve.protos.triton_errors import TritonPhrase
+
 if TYPE_CHECKING:
     from halfserve.protos.datatypes import Datatype
 
 LENGTH_PREFIX = Struct("<I")  # precedes each BYTES element: the element's length as uint32
 LENGTH_PREFIX_BYTES = LENGTH_PREFIX.size
+
+
+class ByteCountError(ValueError):
+    """The bytes of a tensor do not fit its shape.
+
+    Attributes:
+        phrase: Triton's text for this error.
+        given: number of bytes, or elements of BYTES, that came.
+        expected: number that the shape has.
+    """
+
+    def __init__(self, text: str, phrase: TritonPhrase, *, given: int, expected: int) -> None:
+        super().__init__(text)
+        self.phrase, self.given, self.expected = phrase, given, expected
 
 
 def from_raw(raw: bytes | memoryview, datatype: Datatype, shape: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -35,7 +51,8 @@ def from_raw(raw: bytes | memoryview, datatype: Datatype, shape: Sequence[int]) 
         return _from_length_prefixed(raw, shape)
     expected = math.prod(shape) * datatype.itemsize
     if len(raw) != expected:
-        raise ValueError(f"has {len(raw)} bytes, expected {expected} for {datatype.wire} of shape {list(shape)}")
+        text = f"has {len(raw)} bytes, expected {expected} for {datatype.wire} of shape {list(shape)}"
+        raise ByteCountError(text, TritonPhrase.BYTE_SIZE, given=len(raw), expected=expected)
     if datatype.wire == "BOOL":
         # Any non-zero byte is true; viewing 2 as a numpy bool would be neither.
         return np.frombuffer(raw, np.uint8).astype(np.bool_).reshape(shape)
@@ -78,8 +95,12 @@ def _from_length_prefixed(raw: bytes | memoryview, shape: Sequence[int]) -> np.n
             f"ends inside BYTES element {len(elements) - 1}, expected a {LENGTH_PREFIX_BYTES}-byte length and as many bytes"
         )
     if position < end or len(elements) < expected:
-        count = f"more than {expected}" if position < end else len(elements)
-        raise ValueError(f"has {count} BYTES elements, expected {expected} for shape {list(shape)}")
+        given, phrase = len(elements), TritonPhrase.FEW_ELEMENTS
+        count = str(given)
+        if position < end:
+            count, given, phrase = f"more than {expected}", expected + 1, TritonPhrase.MANY_ELEMENTS
+        text = f"has {count} BYTES elements, expected {expected} for shape {list(shape)}"
+        raise ByteCountError(text, phrase, given=given, expected=expected)
     array = np.empty(len(elements), object)
     array[:] = elements
     return array.reshape(shape)

@@ -18,6 +18,7 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.observability.observability import Observability
 from halfserve.serve.protocol.shared_memory import SharedMemory
 
+SERVER_NAME = "halfserve"
 Headers = Mapping[bytes, bytes]  # headers of a call, names in lower case
 Send = Callable[[Message], Awaitable[None]]
 
@@ -89,14 +90,23 @@ class ServerView:
         memory: shared memory of the server.
         observability: logs and traces of the server.
         server_version: version of the server.
+        server_name: name of the server.
         is_whole: whether all models are visible, so that the settings of the whole server may be changed.
     """
 
-    def __init__(self, core: InferenceCore, memory: SharedMemory, observability: Observability, server_version: str) -> None:
+    def __init__(
+        self,
+        core: InferenceCore,
+        memory: SharedMemory,
+        observability: Observability,
+        server_version: str,
+        server_name: str = SERVER_NAME,
+    ) -> None:
         self.core = core
         self.memory = memory
         self.observability = observability
         self.server_version = server_version
+        self.server_name = server_name
         self.is_whole = True
 
     def may_see(self, model: str) -> bool:  # noqa: ARG002  (a restricted view answers otherwise)

@@ -20,7 +20,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from halfserve.protos import inference_pb2, model_config_pb2
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.engine.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError, UnsupportedError
+from halfserve.protos.triton_errors import TritonPhrase
+from halfserve.serve.engine.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError, UnsupportedError, worded
 from halfserve.serve.engine.hidden_steps import without_steps
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionState
@@ -34,7 +35,6 @@ from halfserve.serve.protocol.shared_memory_regions import CudaRegion, SystemReg
 HealthResponse = health_pb2.HealthCheckResponse
 ReflectionRequest = reflection_pb2.ServerReflectionRequest
 RECHECK_S = 1.0
-SERVER_NAME = "halfserve"
 # Names of the protocol extensions, as Triton spells them.
 EXTENSIONS = (
     *("binary_tensor_data", "classification", "logging", "model_configuration", "model_repository"),
@@ -88,7 +88,7 @@ class Health:
 
     async def _status(self, service: str, core: InferenceCore) -> int:
         if service in self._overall:
-            return int(HealthResponse.SERVING if core.is_ready else HealthResponse.NOT_SERVING)
+            return int(HealthResponse.SERVING if core.is_ready_for_clients else HealthResponse.NOT_SERVING)
         if not core.knows(service):
             return int(HealthResponse.SERVICE_UNKNOWN)
         return int(HealthResponse.SERVING if await core.says_ready(service) else HealthResponse.NOT_SERVING)
@@ -100,7 +100,7 @@ async def server_live(_: pb.ServerLiveRequest, _call: RpcCall) -> pb.ServerLiveR
 
 async def server_ready(_: pb.ServerReadyRequest, call: RpcCall) -> pb.ServerReadyResponse:
     """Answer whether requests are accepted; false while the server drains."""
-    return pb.ServerReadyResponse(ready=call.server.core.is_ready)
+    return pb.ServerReadyResponse(ready=call.server.core.is_ready_for_clients)
 
 
 async def model_ready(request: pb.ModelReadyRequest, call: RpcCall) -> pb.ModelReadyResponse:
@@ -119,7 +119,8 @@ async def server_metadata(_: pb.ServerMetadataRequest, call: RpcCall) -> pb.Serv
     extensions = [*EXTENSIONS]
     if call.server.memory.enabled:
         extensions += [SYSTEM_MEMORY, DEVICE_MEMORY] if has_cuda() else [SYSTEM_MEMORY]
-    return pb.ServerMetadataResponse(name=SERVER_NAME, version=call.server.server_version, extensions=extensions)
+    server = call.server
+    return pb.ServerMetadataResponse(name=server.server_name, version=server.server_version, extensions=extensions)
 
 
 async def model_metadata(request: pb.ModelMetadataRequest, call: RpcCall) -> pb.ModelMetadataResponse:
@@ -290,7 +291,8 @@ async def trace_setting(request: pb.TraceSettingRequest, call: RpcCall) -> pb.Tr
         _check_may_change(server, len(request.settings))
     _check_count(len(request.settings))
     if request.model_name:
-        server.core.versions(request.model_name)
+        with worded(TritonPhrase.UNKNOWN_TRACED_MODEL, model=request.model_name):
+            server.core.versions(request.model_name)
     changes = {name: list(setting.value) for name, setting in request.settings.items()}
     observability.update_traces(request.model_name, changes)
     to = observability.trace_to

@@ -20,7 +20,7 @@ from halfserve.serve.protocol import rpc as access
 from halfserve.serve.protocol import rpcs
 from halfserve.serve.protocol.forwarded_headers import ForwardedHeaders
 from halfserve.serve.protocol.inference import Inference
-from halfserve.serve.protocol.rpc import Headers, Layer, Rpc, ServerView, layered
+from halfserve.serve.protocol.rpc import SERVER_NAME, Headers, Layer, Rpc, ServerView, layered
 from halfserve.serve.protocol.shared_memory import SharedMemory
 from halfserve.serve.protocol.shared_memory_regions import SharedMemoryMode
 from halfserve.serve.protocol.status import status_name
@@ -85,6 +85,7 @@ class Service(ServerView):
         core: InferenceCore,
         *,
         server_version: str,
+        server_name: str = SERVER_NAME,
         shared_memory: bool = False,
         shared_memory_mode: SharedMemoryMode = SharedMemoryMode.SAFE,
         observe: ObserveOptions | None = None,
@@ -99,9 +100,10 @@ class Service(ServerView):
         if beside is None:
             memory = SharedMemory(enabled=shared_memory, mode=shared_memory_mode)
             memory.on_lost_device = core.on_lost_device
-            super().__init__(core, memory, Observability(observe or ObserveOptions(), core, status_name), server_version)
+            observability = Observability(observe or ObserveOptions(), core, status_name)
+            super().__init__(core, memory, observability, server_version, server_name)
         else:
-            super().__init__(core, beside.memory, beside.observability, server_version)
+            super().__init__(core, beside.memory, beside.observability, server_version, beside.server_name)
         self.forwarded = forwarded or ForwardedHeaders()
         self.inference = Inference(core, self.memory, self.observability.observer)
         self.rpcs, self.metrics = dict(rpc_table()), METRICS

@@ -17,6 +17,7 @@ import numpy as np
 
 from halfserve.protos.datatypes import Datatype
 from halfserve.protos.shared_memory_parameters import BYTE_SIZE, OFFSET, PARAMETERS, REGION
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -26,7 +27,7 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.engine.resource_limits import most_regions
 from halfserve.serve.engine.tensors import Array, DeviceBytes, Outside, RawInput, Reader
-from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX, LENGTH_PREFIX_BYTES, from_raw
+from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX, LENGTH_PREFIX_BYTES, ByteCountError, from_raw
 from halfserve.serve.protocol.shared_memory_regions import (
     CudaRegion,
     SharedMemoryMode,
@@ -130,7 +131,7 @@ class SharedMemory:
             AlreadyExistsError: the name is taken.
             FailedPreconditionError: the limit of regions is reached.
         """
-        self._check_new(name)
+        self._check_new(name, TritonPhrase.REGION_NOT_OPENED, key=key)
         count, most = sum(isinstance(region, SystemRegion) for region in self._regions.values()), most_regions()
         if count >= most:
             raise FailedPreconditionError(
@@ -146,7 +147,7 @@ class SharedMemory:
             InvalidArgumentError: the name or handle is invalid, or the memory cannot be opened or is smaller than the region.
             AlreadyExistsError: the name is taken.
         """
-        self._check_new(name)
+        self._check_new(name, TritonPhrase.REGION_INVALID, region=name)
         loop = asyncio.get_running_loop()
 
         def on_lost_device(fault: str) -> None:
@@ -185,7 +186,9 @@ class SharedMemory:
         """
         found = [region for region in self._regions.values() if isinstance(region, kind) and name in {"", region.name}]
         if name and not found:
-            raise _unknown(name)
+            is_system = kind is SystemRegion
+            phrase = TritonPhrase.UNKNOWN_SYSTEM_REGION if is_system else TritonPhrase.UNKNOWN_CUDA_REGION
+            raise _unknown(name).like(phrase, region=name)
         return found
 
     def bind(
@@ -291,6 +294,9 @@ class SharedMemory:
             raise InvalidArgumentError(
                 f"bytes {place.offset} to {place.offset + place.byte_size} are not inside of shared memory region "
                 f"{place.region!r}, which has {region.byte_size}"
+            ).like(
+                TritonPhrase.REGION_SIZE if 0 <= place.offset < region.byte_size else TritonPhrase.REGION_OFFSET,
+                region=place.region,
             )
         return region
 
@@ -300,13 +306,14 @@ class SharedMemory:
         self._numbers[region.name] = self.latest
         self._regions[region.name] = region
 
-    def _check_new(self, name: str) -> None:
+    def _check_new(self, name: str, unnamed: TritonPhrase, **facts: str) -> None:
         if not self.enabled:
             raise UnsupportedError(OFF)
         if not name:
-            raise InvalidArgumentError("the region has no name; expected one that requests can use")
+            raise InvalidArgumentError("the region has no name; expected one that requests can use").like(unnamed, **facts)
         if name in self._regions:
-            raise AlreadyExistsError(f"shared memory region {name!r} is registered already; unregister it first")
+            exists = AlreadyExistsError(f"shared memory region {name!r} is registered already; unregister it first")
+            raise exists.like(TritonPhrase.REGION_EXISTS, region=name)
 
 
 class RegionUse:
@@ -339,7 +346,8 @@ class RegionUse:
 
 
 def _unknown(name: str) -> NotFoundError:
-    return NotFoundError(f"shared memory region {name!r} is not registered; register it first")
+    error = NotFoundError(f"shared memory region {name!r} is not registered; register it first")
+    return error.like(TritonPhrase.UNKNOWN_REGION, region=name)
 
 
 def slice_of(what: str, parameters: Any) -> RegionSlice | None:
@@ -384,7 +392,8 @@ def check_size(place: RegionSlice, datatype: Datatype, shape: Sequence[int]) -> 
     else:
         expected, words, fits = elements * datatype.itemsize, "", elements * datatype.itemsize == place.byte_size
     if not fits:
-        raise ValueError(f"has {place.byte_size} bytes, expected {words}{expected} for {datatype.wire} of shape {list(shape)}")
+        text = f"has {place.byte_size} bytes, expected {words}{expected} for {datatype.wire} of shape {list(shape)}"
+        raise ByteCountError(text, TritonPhrase.BYTE_SIZE, given=place.byte_size, expected=expected)
 
 
 def read_tensor(memory: SharedMemory, place: RegionSlice, datatype: Datatype, shape: Sequence[int], since: int) -> Array:

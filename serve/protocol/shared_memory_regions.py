@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.cuda_driver import HANDLE_BYTES, CudaError, SharedDeviceMemory, cuda_driver
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnavailableError, UnsupportedError
 
@@ -162,14 +163,14 @@ def open_system_region(name: str, key: str, offset: int, byte_size: int, mode: S
         raise InvalidArgumentError(
             f"region {name!r} has key {key!r}, offset {offset} and byte_size {byte_size}; expected the name of a shared "
             "memory object, and at least one byte of it"
-        )
+        ).like(TritonPhrase.REGION_NOT_OPENED, key=key)
     try:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         file = SharedFile(os.open(f"{FOLDER}/{file_name}", flags), offset)
     except OSError as error:
         raise InvalidArgumentError(
             f"the shared memory object of region {name!r} cannot be opened: {error.strerror}; create it first"
-        ) from None
+        ).like(TritonPhrase.REGION_NOT_OPENED, key=key) from None
     status = os.fstat(file.descriptor)
     size = status.st_size
     if not stat.S_ISREG(status.st_mode):
@@ -177,7 +178,7 @@ def open_system_region(name: str, key: str, offset: int, byte_size: int, mode: S
     if offset + byte_size > size:
         raise InvalidArgumentError(
             f"region {name!r} ends at byte {offset + byte_size}, its shared memory object has {size}; register less"
-        )
+        ).like(TritonPhrase.REGION_INVALID, region=name)
     try:
         content = file if mode is SharedMemoryMode.SAFE else MappedFile(file.descriptor, offset, byte_size)
     except OSError as error:
@@ -262,7 +263,7 @@ def open_cuda_region(
         raise InvalidArgumentError(
             f"region {name!r} has a raw_handle of {len(raw_handle)} bytes, device_id {device_id} and byte_size {byte_size}; "
             f"expected the {HANDLE_BYTES} bytes of a cudaIpcMemHandle_t, one of {devices} devices, and at least one byte"
-        )
+        ).like(TritonPhrase.REGION_INVALID, region=name)
     try:
         memory = driver.open_shared(raw_handle, device_id)
     except CudaError as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from halfserve.serve.engine import errors
-from halfserve.serve.engine.errors import InferenceError, QueueFullError, UnavailableError
+from halfserve.serve.engine.errors import InferenceError, QueueFullError, UnavailableError, told_code, told_text
 
 
 class Code(IntEnum):
@@ -67,8 +67,8 @@ def status_of(error: Exception) -> Status:
     if isinstance(error, QueueFullError | UnavailableError) and error.retry_after_s is not None:
         trailers = ((RETRY_HINT, str(max(1, round(error.retry_after_s * 1000)))),)
     # A class that derives from one of these, defined elsewhere, has the code of its base class.
-    code = next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), Code.INTERNAL)
-    return Status(code, str(error), trailers)
+    code = told_code(error) or next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), Code.INTERNAL)
+    return Status(code, told_text(error), trailers)
 
 
 def error_of(code: int, text: str, retry_after_s: float | None = None) -> InferenceError:

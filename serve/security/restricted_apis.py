@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterable
 
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.errors import PermissionDeniedError
 from halfserve.serve.protocol.rpc import Api
 from halfserve.serve.security.security_options import RestrictedGroup
@@ -57,4 +58,6 @@ def check_header(group: RestrictedGroup, headers: Iterable[Header]) -> None:
     # With several headers a proxy and this server might each check a different one.
     given = [value for key, value in headers if key == name]
     if len(given) != 1 or not hmac.compare_digest(given[0], expected):
-        raise PermissionDeniedError(f"this API is restricted; send its value once in the header {group.header!r}")
+        refusal = PermissionDeniedError(f"this API is restricted; send its value once in the header {group.header!r}")
+        is_grpc = group.header.startswith(GRPC_PREFIX)
+        raise refusal.like(TritonPhrase.RESTRICTED_PROTOCOL if is_grpc else TritonPhrase.RESTRICTED_API, header=group.header)

@@ -13,16 +13,39 @@ import httpx
 import pytest
 
 from halfserve.cli import command_of
-from halfserve.serve.triton_flags import FILES, SAME, TritonFlagError, shown, translated
+from halfserve.serve.triton_flag_tables import FILES, FLAGS, SAME, SWITCH_OPTIONS
+from halfserve.serve.triton_flags import TritonFlagError, shown, translated
 from tests.models import save_mlp
 
-BEFORE = ["--host", "0.0.0.0", "--shared-memory", "--trust-python-models"]  # noqa: S104  (tritonserver's default)
+# What tritonserver does by itself.
+WORDS = ["--server-name", "triton", "--triton-errors"]
+BEFORE = ["--host", "0.0.0.0", *WORDS, "--shared-memory", "--trust-python-models", "--strict-readiness"]  # noqa: S104
+
+# The flags of the newest parser of tritonserver that was read, 2.73dev of August 2026.
+TRITON_FLAGS = """
+allow-client-shm allow-cpu-metrics allow-gpu-metrics allow-grpc allow-http allow-metrics allow-sagemaker allow-vertex-ai
+backend-config backend-directory buffer-manager-thread-count cache-config cache-directory cuda-memory-pool-byte-size
+cuda-virtual-address-size disable-auto-complete-config enable-peer-access exit-on-error exit-timeout-secs grpc-address
+grpc-header-forward-pattern grpc-http2-max-ping-strikes grpc-http2-max-pings-without-data
+grpc-http2-min-recv-ping-interval-without-data grpc-infer-allocation-pool-size grpc-infer-response-compression-level
+grpc-infer-thread-count grpc-keepalive-permit-without-calls grpc-keepalive-time grpc-keepalive-timeout
+grpc-max-connection-age grpc-max-connection-age-grace grpc-max-response-pool-size grpc-port grpc-restricted-protocol
+grpc-root-cert grpc-server-cert grpc-server-key grpc-use-ssl grpc-use-ssl-mutual help host-policy http-address
+http-header-forward-pattern http-max-input-size http-port http-restricted-api http-thread-count id load-model log-error
+log-file log-format log-info log-verbose log-warning metrics-address metrics-config metrics-interval-ms metrics-port
+min-supported-compute-capability model-config-name model-control-mode model-load-gpu-limit model-load-retry-count
+model-load-thread-count model-namespacing model-repository model-store pinned-memory-pool-byte-size rate-limit
+rate-limit-resource repoagent-directory repository-poll-secs response-cache-byte-size reuse-grpc-port reuse-http-port
+sagemaker-port sagemaker-safe-port-range sagemaker-thread-count strict-model-config strict-readiness trace-config
+trace-count trace-file trace-level trace-log-frequency trace-rate vertex-ai-default-model vertex-ai-port
+vertex-ai-thread-count
+"""
 
 
 def arguments(*flags: str) -> list[str]:
     made = translated(["--model-repository=models", *flags])
-    assert (made.paths, made.remarks, made.arguments[:4]) == (["models"], [], BEFORE)
-    return made.arguments[4:]
+    assert (made.paths, made.remarks, made.arguments[: len(BEFORE)]) == (["models"], [], BEFORE)
+    return made.arguments[len(BEFORE) :]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +61,12 @@ def arguments(*flags: str) -> list[str]:
             "--model-control-mode=poll --repository-poll-secs=1 --exit-on-error=false",
             "--model-control poll --poll-seconds 1 --keep-going",
         ),
-        ("--exit-timeout-secs=7 --strict-readiness=false --log-info=true", "--drain-seconds 7"),
+        ("--exit-timeout-secs=7 --log-info=true", "--drain-seconds 7"),
+        ("--allow-grpc=0", "--no-grpc"),
+        ("--model-control-mode=POLL --model-config-name=h100", "--model-control poll --model-config-name h100"),
+        ("--disable-auto-complete-config --strict-model-config=true", "--require-config"),
+        ("--strict-model-config=false --rate-limit=off --model-namespacing=true --allow-client-shm=true", ""),
+        ("--http-max-input-size=128 --transport=grpcio", "--http-max-input-size 128 --transport grpcio"),
         ("--cache-config=local,size=1048576", "--response-cache-mib 1"),
         ("--cache-config=local,size=200", "--response-cache-mib 0.00019073486328125"),
         (
@@ -65,10 +93,41 @@ def arguments(*flags: str) -> list[str]:
             "--grpc-header-forward-pattern x --http-restricted-api health:a=b",
         ),
     ],
-    ids=range(15),
+    ids=range(20),
 )
 def test_flags_become_options(flags: str, expected: str) -> None:
     assert arguments(*flags.split()) == expected.split()
+
+
+def test_switches_of_tritonserver_can_be_off() -> None:
+    made = translated(["--model-repository=m", "--id=mine", "--allow-client-shm=false", "--strict-readiness=false"])
+    assert made.arguments[2:] == ["--server-name", "mine", "--triton-errors", "--trust-python-models"]
+
+
+def test_settings_of_opentelemetry_become_its_variables() -> None:
+    given = ["mode=opentelemetry", "level=TIMESTAMPS", "opentelemetry,url=x:4318/v1/traces"]
+    given += ["opentelemetry,resource=a=b", "opentelemetry,resource=c=d", "opentelemetry,bsp_max_queue_size=9"]
+    made = translated(["--model-repository=m", *(f"--trace-config={one}" for one in given)])
+    assert made.remarks == []
+    assert made.variables == {
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "x:4318/v1/traces",
+        "OTEL_RESOURCE_ATTRIBUTES": "a=b,c=d",
+        "OTEL_BSP_MAX_QUEUE_SIZE": "9",
+    }
+
+
+def test_the_table_has_every_flag_of_the_newest_tritonserver() -> None:
+    assert set(TRITON_FLAGS.split()) | {"transport", "version"} == FLAGS
+
+
+@pytest.mark.parametrize(
+    ("flag", "text"), [("--help", "--model-load-gpu-limit +refused: "), ("--version", "^halfserve .* 2.51 to ")]
+)
+def test_help_and_version_start_no_server(flag: str, text: str) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "halfserve", "triton", "--", flag], capture_output=True, text=True, check=True
+    )
+    assert re.search(text, shown.stdout)
 
 
 def test_several_repositories_are_served_each_once() -> None:
@@ -77,8 +136,8 @@ def test_several_repositories_are_served_each_once() -> None:
 
 
 def test_every_option_that_flags_become_is_there() -> None:
-    known = {option for parameter in command_of("serve").params for option in parameter.opts}
-    assert {*SAME.values(), *FILES.values()} <= known
+    known = {option for parameter in command_of("serve").params for option in (*parameter.opts, *parameter.secondary_opts)}
+    assert {*SAME.values(), *FILES.values(), *(option for _, option in SWITCH_OPTIONS.values())} <= known
 
 
 def test_an_address_holds_for_all_ports() -> None:
@@ -89,14 +148,14 @@ def test_tls_takes_its_files_and_says_that_it_holds_for_http() -> None:
     files = ["--grpc-server-cert=c", "--grpc-server-key=k", "--grpc-root-cert=r"]
     assert arguments(*files) == []
     made = translated(["--model-repository=m", "--grpc-use-ssl=1", *files])
-    assert made.arguments[4:] == ["--tls-cert", "c", "--tls-key", "k"]
+    assert made.arguments[len(BEFORE) :] == ["--tls-cert", "c", "--tls-key", "k"]
     assert made.remarks == ["--grpc-use-ssl: HTTP and metrics are encrypted too"]
     mutual = translated(["--model-repository=m", "--grpc-use-ssl-mutual=true", *files])
     assert mutual.arguments[-2:] == ["--tls-client-ca", "r"]
 
 
 def test_each_ignored_flag_gets_one_line() -> None:
-    ignored = ["--log-verbose=1", "--strict-readiness=true", "--metrics-interval-ms=9", "--rate-limit=off"]
+    ignored = ["--log-verbose=1", "--enable-peer-access=FALSE", "--metrics-interval-ms=9", "--grpc-infer-thread-count=4"]
     ignored += ["--backend-config=python,shm=1", "--trace-config=level=TIMESTAMPS"]
     made = translated(["--model-repository=m", *ignored, "--log-verbose=2"])
     assert made.arguments == BEFORE
@@ -119,9 +178,22 @@ def test_each_ignored_flag_gets_one_line() -> None:
             "--trace-config=level=TENSORS wants tensors in traces, .*; expected TIMESTAMPS",
         ),
         ("--model-repository=a --trace-config=level=ALL", "--trace-config has the level 'all', expected TIMESTAMPS or OFF"),
+        (
+            "--model-repository=a --cache-config=redis,host=x",
+            "--cache-config=redis,host=x cannot be honoured: .*local,size=",
+        ),
+        (
+            "--model-repository=a --rate-limit=execution_count",
+            "--rate-limit=execution_count cannot .*leave it out",
+        ),
+        ("--model-repository=a --rate-limit-resource=r:1", "--rate-limit-resource cannot be honoured: .*leave"),
+        ("--model-repository=a --model-load-gpu-limit=0:0.5", "--model-load-gpu-limit cannot be honoured: .*leave"),
+        ("--model-repository=a --model-repository=b --model-namespacing=true", "--model-namespacing=true cannot .*rename them"),
+        ("--model-repository=a --allow-vertex-ai=true", "--allow-vertex-ai=true cannot be honoured: .*leave the flag out"),
+        ("--model-repository=a --reuse-grpc-port=true", "--reuse-grpc-port=true cannot be honoured: .*--processes"),
         ("--model-repository=a --trace-config=mode=x", "--trace-config has the mode 'x', expected triton or opentelemetry"),
     ],
-    ids=range(10),
+    ids=range(17),
 )
 def test_flags_that_cannot_be_honoured_are_refused(flags: str, text: str) -> None:
     with pytest.raises(TritonFlagError, match=f"^{text}"):

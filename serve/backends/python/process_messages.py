@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from halfserve.protos import triton_errors
 from halfserve.protos.datatypes import BY_WIRE, Datatype
 from halfserve.protos.request_parameters import PRIORITY, REQUEST_PARAMETERS, SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START, TIMEOUT
 from halfserve.serve.backends.python_child.triton_tensors import deserialize_bytes_tensor, serialize_byte_tensor
 from halfserve.serve.backends.python_child.wire import WireTensor
 from halfserve.serve.engine import errors
-from halfserve.serve.engine.errors import BackendError, InferenceError, ModelLoadError
+from halfserve.serve.engine.errors import BackendError, InferenceError, ModelLoadError, Wording, told_code, told_text
 from halfserve.serve.engine.requests import InferRequest, Parameter, RemarkedAnswer
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 
@@ -37,6 +38,12 @@ CODES: dict[type[Exception], int] = {
     errors.FailedPreconditionError: 5,
 }
 INTERNAL = 1
+BY_STATUS = {
+    triton_errors.INVALID_ARGUMENT: 3,
+    triton_errors.NOT_FOUND: 2,
+    triton_errors.INTERNAL: 1,
+    triton_errors.UNAVAILABLE: 4,
+}
 TEXT_BYTES = 1 << 14  # converting more texts or numbers takes longer than the way to a thread and back
 
 
@@ -88,7 +95,13 @@ def error_of(given: Sequence[Any]) -> InferenceError:
 
 def code_of(error: InferenceError | ModelLoadError) -> list[Any]:
     """Return the reverse of `error_of`."""
-    return [CODES.get(type(error), INTERNAL), str(error)]
+    code = BY_STATUS.get(told_code(error) or 0) if isinstance(error, InferenceError) else None
+    return [CODES.get(type(error), INTERNAL) if code is None else code, told_text(error)]
+
+
+def phrases_of_models() -> dict[str, str]:
+    """Return Triton's texts of errors that the processes of Python models raise, by name; none if they are not wanted."""
+    return {phrase.name: phrase.text for phrase in triton_errors.OF_PYTHON_MODELS} if Wording.as_triton else {}
 
 
 class ResponseReader:

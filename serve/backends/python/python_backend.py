@@ -13,10 +13,18 @@ from weakref import WeakMethod
 
 import numpy as np
 
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.backends.python.deliveries import Failure, ReadingProgress, ResponseDelivery
 from halfserve.serve.backends.python.model_runners import ChildFailedError, Runner
 from halfserve.serve.backends.python.open_requests import OpenRequests
-from halfserve.serve.backends.python.process_messages import TEXT_BYTES, ResponseReader, error_of, request_message, to_wire
+from halfserve.serve.backends.python.process_messages import (
+    TEXT_BYTES,
+    ResponseReader,
+    error_of,
+    phrases_of_models,
+    request_message,
+    to_wire,
+)
 from halfserve.serve.backends.python.readiness import ReadinessCheck
 from halfserve.serve.backends.python.services import CopyServices, Services, log_failure
 from halfserve.serve.backends.python_child.server_access import response_bytes
@@ -144,7 +152,7 @@ class PythonBackend(RequestBackend):
         self._copy.calls.is_loading = True
         try:
             header = {"k": "load", "path": model.path, "arguments": dict(arguments), "decoupled": model.is_decoupled}
-            self._checks_readiness = self._runner.call(header)[0]["checks_readiness"]
+            self._checks_readiness = self._runner.call(header | {"phrases": phrases_of_models()})[0]["checks_readiness"]
         finally:
             self._copy.calls.is_loading = False
 
@@ -253,6 +261,7 @@ class PythonBackend(RequestBackend):
             if self._model.is_decoupled:
                 return [None] * len(numbered)  # the process has sent the error as each one's final response
             failure = BackendError(f"model {self._model.name!r} failed on this request: {error}")
+            failure.like(TritonPhrase.MODEL_FAILED, model=self._model.name)
             return [
                 self._later_answer(number, request) if place in error.sent else failure
                 for place, (number, request) in enumerate(numbered.items())

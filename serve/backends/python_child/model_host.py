@@ -18,7 +18,7 @@ from typing import Any
 
 from halfserve.serve.backends.python_child import triton_python_backend_utils
 from halfserve.serve.backends.python_child.server_access import server
-from halfserve.serve.backends.python_child.triton_errors import TritonModelException
+from halfserve.serve.backends.python_child.triton_errors import TritonModelException, phrased
 from halfserve.serve.backends.python_child.triton_model_config import ModelConfig
 from halfserve.serve.backends.python_child.triton_requests import InferenceRequest
 from halfserve.serve.backends.python_child.triton_responses import (
@@ -138,6 +138,7 @@ class ModelHost:
         self._class: Any = getattr(import_model(path), CLASS)
         self._model: Any = None
         self.is_decoupled = False
+        self._instance_name = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = threading.Lock()
 
@@ -165,6 +166,7 @@ class ModelHost:
         Raises:
             ModelFailedError: it fails.
         """
+        self._instance_name = arguments.get("model_instance_name", "")
         self.is_decoupled = is_decoupled
         try:
             self._model = self._class()
@@ -225,7 +227,8 @@ class ModelHost:
     def _checked(self, result: Any, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
         if self.is_decoupled:
             if result is not None:
-                raise ModelFailedError(f"execute returned {type(result).__name__}, expected None from a decoupled model")
+                text = f"execute returned {type(result).__name__}, expected None from a decoupled model"
+                raise ModelFailedError(phrased("NOT_NONE", text, model=self._instance_name))
             return [None] * len(requests)
         if result is None and any(request.asked_sender is not None for request in requests):
             result = [None] * len(requests)

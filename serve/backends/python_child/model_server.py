@@ -8,6 +8,7 @@ from typing import Any
 
 from halfserve.serve.backends.python_child.model_host import ModelHost, failed
 from halfserve.serve.backends.python_child.server_access import ServerAccess
+from halfserve.serve.backends.python_child.triton_errors import phrases
 from halfserve.serve.backends.python_child.triton_requests import InferenceRequest
 from halfserve.serve.backends.python_child.triton_tensors import Tensor
 from halfserve.serve.backends.python_child.wire import WireTensor
@@ -38,6 +39,7 @@ class ModelServer:
         self._host = ModelHost(Path(header["path"]))
         if header["k"] == "complete":
             return {"config": self._host.completed(header["config"])}, []
+        phrases.update(header.get("phrases", {}))
         self._host.initialize(header["arguments"], is_decoupled=header["decoupled"])
         self._access.on_check = self._host.readiness
         return {"checks_readiness": self._host.checks_readiness}, []

@@ -9,6 +9,15 @@ class TritonModelException(Exception):  # noqa: N818  (Triton's name)
     """An error that a model raises, or that a wrong call of this interface raises."""
 
 
+# Triton's texts of errors by name, of a server that speaks as Triton does.
+phrases: dict[str, str] = {}
+
+
+def phrased(name: str, text: str, **facts: str) -> str:
+    """Return an error's text, behind Triton's where there is one."""
+    return f"{phrases[name].format_map(facts)} {text}" if name in phrases else text
+
+
 class ErrorCode(IntEnum):
     """Triton's numbers."""
 

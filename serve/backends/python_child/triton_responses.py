@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from halfserve.serve.backends.python_child.server_access import Reply, ServerAccess, response_bytes
-from halfserve.serve.backends.python_child.triton_errors import ErrorCode, TritonError, TritonModelException
+from halfserve.serve.backends.python_child.triton_errors import ErrorCode, TritonError, TritonModelException, phrased
 from halfserve.serve.backends.python_child.triton_tensors import Tensor, to_wire
 from halfserve.serve.backends.python_child.wire import WireTensor
 
@@ -145,7 +145,8 @@ class ResponseSender:
         if not self._is_decoupled and response is not None:
             self.require_none_sent()
         if not self._is_decoupled and response is None and not self._has_sent:
-            raise TritonModelException("a model that is not decoupled cannot send the final flag before its response")
+            text = "a model that is not decoupled cannot send the final flag before its response"
+            raise TritonModelException(phrased("FINAL_BEFORE_RESPONSE", text))
         self._require_open()
         if response is None and not self._is_decoupled:
             self.is_closed = True
@@ -175,7 +176,7 @@ class ResponseSender:
 
     def _require_open(self) -> None:
         if self.is_closed:
-            raise TritonModelException("the response sender has sent its final response already")
+            raise TritonModelException(phrased("SENDER_CLOSED", "the response sender has sent its final response already"))
 
     def _close(self) -> None:
         self.is_closed = True
@@ -189,7 +190,8 @@ class ResponseSender:
             TritonModelException: it has given one.
         """
         if self._has_sent:
-            raise TritonModelException("a model that is not decoupled gives one response to a request, and has sent it already")
+            text = "a model that is not decoupled gives one response to a request, and has sent it already"
+            raise TritonModelException(phrased("SECOND_RESPONSE", text))
 
     def is_cancelled(self) -> bool:
         """Return whether the client has gone."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from halfserve.serve.backends.python_child.triton_errors import TritonModelException
+from halfserve.serve.backends.python_child.triton_errors import TritonModelException, phrased
 from halfserve.serve.backends.python_child.wire import DTYPES, WireTensor
 
 Array = np.ndarray[Any, Any]
@@ -177,9 +177,8 @@ class Tensor:
             TritonModelException: they are BF16, which numpy does not have.
         """
         if self._datatype == "BF16":
-            raise TritonModelException(
-                f"tensor {self._name!r} is BF16, which numpy does not have; use torch.from_dlpack(tensor), or to_dlpack()"
-            )
+            text = f"tensor {self._name!r} is BF16, which numpy does not have; use torch.from_dlpack(tensor), or to_dlpack()"
+            raise TritonModelException(phrased("BF16", text))
         if self._is_encoded:
             self._array, self._is_encoded = deserialize_bytes_tensor(self._array).reshape(self._shape), False
         return self._array

@@ -62,11 +62,18 @@ class DeclaredConfig:
         source: path of the file (or of the model file, if there is none), for error texts.
         says_batch_size: whether max_batch_size is written. proto3 does not distinguish a written 0 (no batching) from an absent
             one (the default).
+        folder: folder of the files that it names; None for that of `source`.
     """
 
     message: ModelConfig
     source: Path
     says_batch_size: bool
+    folder: Path | None = None
+
+    @property
+    def model_folder(self) -> Path:
+        """The model's folder."""
+        return self.source.parent if self.folder is None else self.folder
 
 
 NOT_DECLARED: Final = DeclaredConfig(message=ModelConfig(), source=Path(), says_batch_size=False)  # of a model without files

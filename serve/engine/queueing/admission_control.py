@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final
 
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError, OverloadedError, QueueFullError
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.batch_queue import BatchQueue
@@ -211,10 +212,11 @@ def late_error(request: InferRequest, now: float) -> DeadlineExceededError:
     """Return the error for a request past its timeout or deadline, or whose deadline will pass before its answer."""
     if _has_waited_out(request, now):
         waited_s = now - request.arrived_ns / 1e9
-        return DeadlineExceededError(
+        error = DeadlineExceededError(
             f"the request waited {waited_s * 1e3:.1f} ms in the queue, longer than its timeout allows; it was not computed: "
             "send it again later, or with a longer timeout"
         )
+        return error.like(TritonPhrase.QUEUE_TIMEOUT)
     when = "passed" if request.deadline is None or request.deadline <= now else "would pass"
     while_ = "while the request waited in the queue" if when == "passed" else "before the model could answer"
     return DeadlineExceededError(f"the deadline {when} {while_}; it was not computed")
@@ -227,7 +229,8 @@ def _has_waited_out(request: InferRequest, now: float) -> bool:
 def full_error(full: FullError, waiting: int, statistics: Statistics) -> QueueFullError:
     """Return the error for a refused request; the retry delay is the time to empty the queue at the average pace so far."""
     computing_ns = sum(size.compute_infer.ns for size in statistics.totals.by_batch_size.values())
-    return QueueFullError(
+    error = QueueFullError(
         f"the model's queue is full ({full}); retry with back-off",
         retry_after_s=max(0.001, computing_ns / 1e9 / max(1, statistics.totals.rows) * waiting),
     )
+    return error.like(TritonPhrase.QUEUE_FULL)

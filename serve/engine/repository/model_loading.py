@@ -20,7 +20,6 @@ from halfserve.serve.engine.config.model_config import (
     Defaults,
     client_interface,
     complete_config,
-    read_config,
 )
 from halfserve.serve.engine.config.parameters import TASK, check_own_parameters, drop_reported
 from halfserve.serve.engine.config.sequence_batching import SequencePlan
@@ -330,7 +329,7 @@ def warms_up_code(repository: ModelRepository, name: str) -> bool:
 def _config(repository: ModelRepository, name: str) -> ModelConfig:
     """Return a model's configuration; an empty one for a bare model file."""
     bare = repository.path_of(name).is_file()
-    return ModelConfig() if bare else read_config(_config_file(repository, name)).message
+    return ModelConfig() if bare else repository.config(name).message
 
 
 def _config_file(repository: ModelRepository, name: str) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from halfserve.serve.engine.errors import ModelLoadError
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.pbtxt"
+CONFIGS_FOLDER = "configs"  # has further configurations, which --model-config-name selects
 
 
 def require_file_name(name: str, what: str) -> None:
@@ -42,7 +43,7 @@ def named_file(declared: DeclaredConfig, name: str, what: str, *, folder: str = 
         ModelLoadError: the name or a link leads elsewhere.
     """
     require_file_name(name, what)
-    model_folder = declared.source.parent
+    model_folder = declared.model_folder
     path = model_folder / folder / name
     require_inside(model_folder.parent, path)
     return path
@@ -116,10 +117,10 @@ def model_names(path: Path) -> list[str]:
     return [folder.name for folder in models if _is_text(folder.name)]
 
 
-def find_model(path: Path, name: str, declared: DeclaredConfig | None = None) -> list[ModelFiles]:
+def find_model(path: Path, name: str, declared: DeclaredConfig | None = None, config_name: str = "") -> list[ModelFiles]:
     """Return the versions of one of `model_names` that should be served, oldest first.
 
-    `declared` is a configuration in place of the model folder's config.pbtxt.
+    `declared` is a configuration in place of the model folder's config.pbtxt; see also `config_of`.
 
     Raises:
         ModelLoadError: no version is to be served, a configuration cannot be read, or a path leads out of the repository.
@@ -129,14 +130,29 @@ def find_model(path: Path, name: str, declared: DeclaredConfig | None = None) ->
         return [ModelFiles(name=path.stem, version=1, model=path, config=declared or empty)]
     folder = path / name
     require_inside(path, folder)
-    require_inside(path, folder / CONFIG_FILE)
+    require_inside(path, config_file(folder, config_name))
     try:
-        versions = _versions(folder, declared or read_config(folder / CONFIG_FILE))
+        versions = _versions(folder, declared or config_of(folder, config_name))
     except OSError as error:
         raise ModelLoadError(f"{folder}: cannot be read: {error.strerror}") from None
     for files in versions:
         require_inside(path, files.model)
     return versions
+
+
+def config_file(folder: Path, config_name: str) -> Path:
+    """Return the path of a model's configuration: configs/<config_name>.pbtxt where that is there, else config.pbtxt."""
+    custom = folder / CONFIGS_FOLDER / f"{config_name}.pbtxt"
+    return custom if config_name and custom.is_file() else folder / CONFIG_FILE
+
+
+def config_of(folder: Path, config_name: str) -> DeclaredConfig:
+    """Read the configuration of `config_file`.
+
+    Raises:
+        ModelLoadError: see `read_config`.
+    """
+    return replace(read_config(config_file(folder, config_name)), folder=folder)
 
 
 class ModelRepository:
@@ -146,8 +162,10 @@ class ModelRepository:
         paths: paths of the repositories, in the order of precedence.
     """
 
-    def __init__(self, *paths: Path) -> None:
+    def __init__(self, *paths: Path, config_name: str = "") -> None:
+        """`config_name`: see `config_file`."""
         self.paths = paths
+        self._config_name = config_name
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.paths))
@@ -180,7 +198,15 @@ class ModelRepository:
                 f"model {name!r} is in {len(having)} model repositories ({ModelRepository(*having)}), expected it in one; "
                 "remove or rename the others"
             )
-        return find_model(self.path_of(name), name, declared)
+        return find_model(self.path_of(name), name, declared, self._config_name)
+
+    def config(self, name: str) -> DeclaredConfig:
+        """Read the configuration of a model that has a folder.
+
+        Raises:
+            ModelLoadError: see `read_config`.
+        """
+        return config_of(self.path_of(name) / name, self._config_name)
 
 
 def versions_to_serve(declared: DeclaredConfig, contents: Mapping[int, Collection[str]]) -> list[int]:

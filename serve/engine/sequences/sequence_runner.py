@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.config.sequence_batching import SequencePlan
 from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError, RequestCancelledError
 from halfserve.serve.engine.model import Scheduler
@@ -245,14 +246,15 @@ class SequenceRunner:
             behind.append(last)
         return behind[::-1]
 
-    def _fail_behind(self, steps: list[Step], *, is_cancelled: bool = False) -> None:
+    def _fail_behind(self, steps: list[Step], phrase: TritonPhrase | None = None, *, is_cancelled: bool = False) -> None:
         happened = "was cancelled" if is_cancelled else "failed"
         for step in steps:
             text = (
                 f"a request of sequence {step.sequence.key!r} of model {self._label!r} {happened} before this one, which was "
                 f"not computed; continue with the request that {happened}, or start the sequence again"
             )
-            self._fail(step, RequestCancelledError(text) if is_cancelled else FailedPreconditionError(text))
+            error = RequestCancelledError(text) if is_cancelled else FailedPreconditionError(text)
+            self._fail(step, error if phrase is None else error.like(phrase))
 
     def _fail(self, step: Step, error: InferenceError) -> None:
         self._statistics.failed(step.request.arrived_ns, error)
@@ -311,8 +313,8 @@ class SequenceRunner:
             late = next((step for step in sequence.waiting if is_late(step.request, now, now)), None)
             if late is not None:
                 behind = self._cut(sequence, late)
-                self._fail(late, late_error(late.request, now))
-                self._fail_behind(behind)
+                self._fail(late, late_error(late.request, now).like(TritonPhrase.SEQUENCE_EXPIRED))
+                self._fail_behind(behind, TritonPhrase.SEQUENCE_EXPIRED)
                 self._settle(sequence)
             for step in sequence.waiting:
                 self.waiting.watch(step.request)

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Final
 
 from halfserve.protos.request_parameters import SEQUENCE_ID, SEQUENCE_START
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.config.sequence_batching import SequencePlan
 from halfserve.serve.engine.dispatch.refusals import SHUTTING_DOWN
@@ -183,12 +184,12 @@ class SequenceScheduler:
         raise InvalidArgumentError(
             f"sequence {key!r} of model {self._label!r} is not running: it was not started, has ended, or had no request for "
             f"{self.plan.idle_s:g} s; send its first request with sequence_start"
-        )
+        ).like(TritonPhrase.NOT_STARTED, sequence=key, model=self._label.partition("/")[0])
 
     def _require_taken(self, request: InferRequest, key: SequenceId, sequence: Sequence | None, *, starts: bool) -> None:
         """Check that a request may run or wait here."""
         if self._drained is not None and (starts or self.successor is None):
-            raise UnavailableError(SHUTTING_DOWN)
+            raise UnavailableError(SHUTTING_DOWN).like(TritonPhrase.STOPPING)
         self._runner.controls.require_fitting(key, self._label)
         if self._runner.runs_at_once(sequence):
             return
