@@ -11,23 +11,6 @@ SHAPE, INDEX = "shape arithmetic", "index arithmetic: float16 holds whole number
 POSITION = "positions up to their sine or cosine"
 
 
-def test_a_size_that_is_computed_in_floats_is_exact() -> None:
-    model = parse(
-        """g (float[1, N] x) => (float[M] y) {
-        s = Shape (x) f = Cast <to = 1> (s) l = Gather (f, one) p = Mul (l, ratio) q = Floor (p) i = Cast <to = 7> (q)
-        e = Expand (half, i) r = Neg (e) y = Abs (r) }""",
-        one=np.array([1]),
-        ratio=0.501,
-        half=0.5,
-    )
-    feeds = {"x": normal(1, 4099)}
-    judged(model, feeds)
-    converted, report = halve(model)
-    assert run(converted, **feeds)[0].shape == (2053,)
-    assert {name: reason for name, reason in reasons(report).items() if reason == SHAPE} == dict.fromkeys("lpq", SHAPE)
-    assert report.fp16_nodes >= 2
-
-
 def test_scales_that_are_computed_are_exact() -> None:
     model = parse(
         """g (float[1, 1, H, W] x, int64[4] target) => (float[A, B, C, D] y) {
