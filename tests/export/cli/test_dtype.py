@@ -20,7 +20,6 @@ from halfserve.export.cli.convert import convert
 from halfserve.export.cli.export import export
 from halfserve.export.cli.verify import verify
 from halfserve.export.export_errors import UsageError
-from halfserve.export.file_conversion import BFLOAT16_WEIGHTS
 from halfserve.export.module_pipeline import export_module
 from halfserve.export.onnx_files.model_file import open_model
 from tests.export import models
@@ -156,13 +155,6 @@ def test_auto_searches_in_the_nearer_type_where_none_passes(run: Run) -> None:
     without = run("convert", "hard.onnx", "no.onnx", "--dtype", "auto", *limits, "--no-search")
     assert isinstance(without.exception, BudgetExceeded)
     assert not Path("no.onnx").exists()
-
-
-def test_auto_starts_with_bfloat16_where_the_weights_are_such_numbers(tmp_path: Path) -> None:
-    samples = torch.rand(16, 1, 8, 8)
-    done = export_module(models.cnn().bfloat16().float(), samples, tmp_path, "cnn", dtype="auto")
-    assert done.certificate.precision == "bfloat16"
-    assert BFLOAT16_WEIGHTS in done.certificate.notes
 
 
 def test_auto_without_a_verdict_is_refused(run: Run) -> None:

@@ -101,36 +101,6 @@ def test_over_budget_writes_nothing_and_exits_with_3(save: Save, tmp_path: Path,
     assert not repository.exists()
 
 
-@pytest.mark.long
-def test_what_overflows_is_found_and_kept_in_float32(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert command("export", save("peaking", "rows"), "--repository", tmp_path / "models", "--json") == 0
-    answer = json.loads(capfd.readouterr().out)
-    assert answer["search"]["passed"]
-    assert {node["name"] for node in answer["conversion"]["kept"]} >= set(answer["search"]["keep_fp32_nodes"])
-    assert answer["certificate"]["passed"]
-
-
-@pytest.mark.long
-def test_an_output_that_no_float16_holds_keeps_its_type_where_it_may(
-    save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint, repository = save("pricing", "rows"), tmp_path / "models"
-    assert command("export", checkpoint, "--repository", repository, "--float16-io") == 3
-    assert "let them keep their types (keep_io_types=True or --keep-io-types)" in " ".join(capfd.readouterr().err.split())
-    assert command("export", checkpoint, "--repository", repository, "--name", "pricing") == 0
-    config = (repository / "pricing" / "config.pbtxt").read_text()
-    assert config.count("TYPE_FP32") == 3
-
-
-@pytest.mark.long
-def test_what_leaves_the_range_and_comes_back_needs_no_search(
-    save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert command("export", save("overflowing", "rows"), "--repository", tmp_path / "models", "--no-search", "--json") == 0
-    repairs = json.loads(capfd.readouterr().out)["conversion"]["repairs"]
-    assert {repair["pass_name"] for repair in repairs} == {"keep-fragile"}
-
-
 def test_the_certificate_and_the_twin_are_written_where_asked_for(save: Save, tmp_path: Path) -> None:
     where = tmp_path / "verdict.json"
     arguments = ("--repository", tmp_path / "models", "--fp32-twin", "--certificate", where, "--html")
@@ -160,6 +130,7 @@ def test_what_training_pinned_stays_pinned(save: Save, tmp_path: Path, capfd: py
     [
         (("--min-agreement", 2), 2, "min_agreement is 2.0; expected a share from 0 to 1"),
         (("--name", "../x"), 1, "'../x' is no model name"),
+        (("--name", ""), 1, "'' is no model name"),
         (("--keep-fp32", "zz"), 1, "keep_fp32 'zz' matches no parameter"),
         (("--samples", "s.npz"), 2, "--samples does not belong to a checkpoint"),
     ],
@@ -200,12 +171,6 @@ def test_a_factory_that_is_gone_is_one_line(save: Save, tmp_path: Path, capfd: p
 )
 def test_a_models_name_is_the_telling_part_of_its_factory(factory: str, name: str) -> None:
     assert factory_name(factory) == name
-
-
-def test_an_empty_name_is_no_name(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert command("export", save("cnn", "images"), "--repository", tmp_path / "models", "--name", "") == 1
-    assert "''" in capfd.readouterr().err
-    assert not (tmp_path / "models").exists()
 
 
 def trained(folder: Path, model: str, data: str) -> Path:

@@ -241,17 +241,6 @@ def test_the_same_source_gives_the_same_bytes(tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 6
 
 
-def test_settings_reach_the_converter(tmp_path: Path) -> None:
-    source = in_one_file(sums(), tmp_path / "in.onnx")
-    conversion = convert_file(
-        source, tmp_path / "out.onnx", keep_io_types=False, keep_fp32_nodes=["add1"], keep_fp32_ops=["Mul"], external_data="yes"
-    )
-    assert sorted(node.name for node in conversion.report.kept) == ["add1", "scale"]
-    written = open_model(tmp_path / "out.onnx")
-    assert written.outline.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT16
-    assert len(written.locations) == 1
-
-
 def test_what_waits_can_be_run_and_dropped(tmp_path: Path) -> None:
     source = with_data_files(sums(), tmp_path / "in.onnx")
     with staged_conversion(source, tmp_path / "out.onnx", PipelineSettings()) as done:
