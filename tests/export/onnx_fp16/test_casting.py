@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import pytest
@@ -36,7 +38,7 @@ CHAIN = "a = Relu (x) b = Exp (a) c = Neg (b) y = Abs (c)"
         "what only moves numbers is float16",
     ],
 )
-def test_casts_stand_where_types_change_and_nowhere_else(text: str, options: dict[str, list[str]], expected: str) -> None:
+def test_casts_stand_where_types_change_and_nowhere_else(text: str, options: dict[str, Any], expected: str) -> None:
     kind = "int32" if "<to = 6>" in text else "float"
     model = parse(f"g (float[3] x) => ({kind}[3] y) {{ {text} }}")
     feeds = {"x": np.array([1.5, -3000.7, 60001], np.float32) if kind == "int32" else normal(3)}
