@@ -21,17 +21,6 @@ class Lstm(nn.Module):
         return self.head(self.lstm(sequence)[0][:, -1])  # type: ignore[no-any-return]  # (nn.Module's call is untyped)
 
 
-class Overflowing(nn.Module):
-    """The identity by way of 90000, which float16 does not have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x * 300.0 * 300.0 / 300.0 / 300.0)  # type: ignore[no-any-return]  # (see above)
-
-
 class TwoHeads(nn.Module):
     """(batch, 4) and its mask -> a dict of two tensors."""
 
@@ -59,11 +48,6 @@ def lstm() -> nn.Module:
 def transformer() -> nn.Module:
     torch.manual_seed(0)
     return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
-
-
-def overflowing() -> nn.Module:
-    torch.manual_seed(0)
-    return Overflowing().eval()
 
 
 def images() -> tuple[TensorDataset, TensorDataset]:

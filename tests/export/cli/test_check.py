@@ -1,20 +1,19 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.export.cli.commands import command, untrained
+from tests.export.cli.commands import Shell, untrained
 from tests.export.dtype_check.pairs import command_line, factories
 
 PAIRS = command_line.__name__
 
 
-def test_a_leak_is_shown_with_its_line_and_fix(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leak_is_shown_with_its_line_and_fix(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    assert command("check", f"{PAIRS}:leaking", "--input", "float32[2,4]") == 4
-    out, err = capfd.readouterr()
+    code, out, err = shell("check", f"{PAIRS}:leaking", "--input", "float32[2,4]")
+    assert code == 4
     lines = Path(factories.__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if "start = torch.zeros(len(x), 4)" in text)
     assert f"factories.py:{line}" in out
@@ -24,36 +23,37 @@ def test_a_leak_is_shown_with_its_line_and_fix(capfd: pytest.CaptureFixture[str]
     assert "halfserve check: 1 error" in err
 
 
-def test_json_is_one_object_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
-    assert command("check", f"{PAIRS}:leaking", "--input", "float32[2,4]", "--json") == 4
-    report = json.loads(capfd.readouterr().out)
+def test_json_is_one_object_and_nothing_else(shell: Shell) -> None:
+    done = shell("check", f"{PAIRS}:leaking", "--input", "float32[2,4]", "--json")
+    report = done.json
+    assert done.code == 4
     assert (report["model"], report["clean"], report["counts"]) == ("Factory", False, {"error": 1, "warning": 0, "note": 0})
     assert report["findings"][0]["fix"] == "new_zeros(x, ...)"
 
 
-def test_the_type_to_check_is_an_option(capfd: pytest.CaptureFixture[str]) -> None:
-    assert command("check", f"{PAIRS}:leaking", "--input", "float32[2,4]", "--dtype", "bfloat16") == 4
-    assert "what happens in bfloat16, and the fix" in capfd.readouterr().out
+def test_the_type_to_check_is_an_option(shell: Shell) -> None:
+    done = shell("check", f"{PAIRS}:leaking", "--input", "float32[2,4]", "--dtype", "bfloat16")
+    assert (done.code, "what happens in bfloat16, and the fix" in done.out) == (4, True)
 
 
-def test_a_clean_model_exits_with_0(capfd: pytest.CaptureFixture[str]) -> None:
-    assert command("check", f"{PAIRS}:mended", "--input", "float32[2,4]") == 0
-    assert "FactoryMended: no dtype leaks" in capfd.readouterr().out
+def test_a_clean_model_exits_with_0(shell: Shell) -> None:
+    done = shell("check", f"{PAIRS}:mended", "--input", "float32[2,4]")
+    assert (done.code, "FactoryMended: no dtype leaks" in done.out) == (0, True)
 
 
-def test_inputs_come_from_a_data_factory(capfd: pytest.CaptureFixture[str]) -> None:
-    assert command("check", f"{PAIRS}:mended", "--data", "tests.export.models:rows") == 0
-    assert command("check", "tests.export.models:cnn", "--data", "tests.export.models:images", "--json") == 0
-    assert '"clean": true' in capfd.readouterr().out
+def test_inputs_come_from_a_data_factory(shell: Shell) -> None:
+    assert shell("check", f"{PAIRS}:mended", "--data", "tests.export.models:rows").code == 0
+    done = shell("check", "tests.export.models:cnn", "--data", "tests.export.models:images", "--json")
+    assert (done.code, done.json["clean"]) == (0, True)
 
 
-def test_a_checkpoint_brings_its_model_and_data(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_brings_its_model_and_data(tmp_path: Path, shell: Shell) -> None:
     untrained(tmp_path / "checkpoint.pt", f"{PAIRS}:leaking", "tests.export.models:rows")
-    assert command("check", tmp_path / "checkpoint.pt") == 4
-    assert "Factory: 1 error" in capfd.readouterr().out
+    done = shell("check", tmp_path / "checkpoint.pt")
+    assert (done.code, "Factory: 1 error" in done.out) == (4, True)
     (tmp_path / "broken.pt").write_bytes(b"no checkpoint")
-    assert command("check", tmp_path / "broken.pt") == 1
-    assert "is damaged or no checkpoint" in capfd.readouterr().err
+    done = shell("check", tmp_path / "broken.pt")
+    assert (done.code, "is damaged or no checkpoint" in done.err) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,8 @@ def test_a_checkpoint_brings_its_model_and_data(tmp_path: Path, capfd: pytest.Ca
         ((f"{PAIRS}:mended", "--data", f"{PAIRS}:not_a_module"), "expected a pair of torch data sets"),
     ],
 )
-def test_wrong_use_is_one_line(arguments: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    code = command("check", *arguments)
-    out, err = capfd.readouterr()
+def test_wrong_use_is_one_line(arguments: tuple[str, ...], message: str, shell: Shell) -> None:
+    code, out, err = shell("check", *arguments)
     assert code == (2 if message.startswith(("nothing to run", "both --input", "input ")) else 1)
     assert out == ""
     assert err.strip().splitlines()[-1].startswith("halfserve check: ")
@@ -83,8 +82,7 @@ def test_wrong_use_is_one_line(arguments: tuple[str, ...], message: str, capfd: 
 
 
 @pytest.mark.parametrize("model", ["run/checkpoint.pt", "run/last", "last.pth"])
-def test_a_checkpoint_that_is_not_there_is_said_to_be_missing(model: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert command("check", model) == 1
-    assert (
-        f"there is no checkpoint at {model}; give one that `halfserve train` wrote, or MODULE:FACTORY" in capfd.readouterr().err
-    )
+def test_a_checkpoint_that_is_not_there_is_said_to_be_missing(model: str, shell: Shell) -> None:
+    done = shell("check", model)
+    assert done.code == 1
+    assert f"there is no checkpoint at {model}; give one that `halfserve train` wrote, or MODULE:FACTORY" in done.err

@@ -20,10 +20,10 @@ from halfserve.export.cli.convert import convert
 from halfserve.export.cli.export import export
 from halfserve.export.cli.verify import verify
 from halfserve.export.export_errors import UsageError
-from halfserve.export.file_conversion import BFLOAT16_WEIGHTS
 from halfserve.export.module_pipeline import export_module
 from halfserve.export.onnx_files.model_file import open_model
 from tests.export import models
+from tests.export.cli.commands import passed
 from tests.export.onnx_fp16.models import normal
 from tests.export.stored_models import in_one_file, parse
 
@@ -53,8 +53,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_a_file_becomes_a_verified_bfloat16_file(run: Run) -> None:
-    made = run("convert", "in.onnx", "out.onnx", "--dtype", "bfloat16", "--samples", "samples.npz", "--certificate", "out.json")
-    assert made.exit_code == 0, made.output
+    made = passed(
+        run("convert", "in.onnx", "out.onnx", "--dtype", "bfloat16", "--samples", "samples.npz", "--certificate", "out.json")
+    )
     for line in ("bfloat16  2 of 2 nodes", "bf16 against its float32 reference", "in float32\n", "within budget"):
         assert line in made.stdout
     written = open_model("out.onnx")
@@ -62,14 +63,12 @@ def test_a_file_becomes_a_verified_bfloat16_file(run: Run) -> None:
     certificate = read_certificate(Path("out.json").read_bytes())
     assert (certificate.passed, certificate.precision, certificate.budget.max_scaled_error) == (True, "bfloat16", 0.04)
     check_embedded("out.onnx", certificate)
-    again = run("verify", "in.onnx", "out.onnx", "--samples", "samples.npz", "--json")
-    assert again.exit_code == 0, again.output
+    again = passed(run("verify", "in.onnx", "out.onnx", "--samples", "samples.npz", "--json"))
     assert json.loads(again.stdout)["precision"] == "bfloat16"
 
 
 def test_what_needs_float32_in_bfloat16_is_searched(run: Run) -> None:
-    made = run("convert", "hard.onnx", "out.onnx", "--dtype", "bfloat16", "--samples", "samples.npz", "--json")
-    assert made.exit_code == 0, made.output
+    made = passed(run("convert", "hard.onnx", "out.onnx", "--dtype", "bfloat16", "--samples", "samples.npz", "--json"))
     found = json.loads(made.stdout)
     assert found["certificate"]["precision"] == "bfloat16"
     assert found["search"]["passed"]
@@ -91,8 +90,7 @@ def test_a_module_becomes_a_bfloat16_version_at_an_opset_that_has_it(tmp_path: P
 def test_a_file_is_proved_in_two_precisions_in_one_run(run: Run) -> None:
     in_one_file(parse("g (float[n,8] x) => (float[n,8] y) { y = MatMul (x, w) }", w=normal(8, 8)), Path("plain.onnx"))
     options = ("--samples", "samples.npz", "--precisions", "float16,bfloat16")
-    made = run("convert", "plain.onnx", "out.onnx", "--certificate", "out.json", *options)
-    assert made.exit_code == 0, made.output
+    made = passed(run("convert", "plain.onnx", "out.onnx", "--certificate", "out.json", *options))
     assert "out: fp16 against its float32" in made.stdout
     assert "out: computed in bf16 against its float32" in made.stdout
     assert "warning" not in made.stderr
@@ -100,15 +98,13 @@ def test_a_file_is_proved_in_two_precisions_in_one_run(run: Run) -> None:
     assert (certificate.precision, certificate.passed) == ("float16", True)
     assert certificate.precisions["bfloat16"].passed
     check_embedded("out.onnx", certificate)
-    again = run("verify", "plain.onnx", "out.onnx", *options, "--json")
-    assert again.exit_code == 0, again.output
+    again = passed(run("verify", "plain.onnx", "out.onnx", *options, "--json"))
     assert set(json.loads(again.stdout)["precisions"]) == {"bfloat16"}
 
 
 def test_a_second_precision_that_fails_is_recorded_and_the_file_is_written(run: Run) -> None:
     options = ("--samples", "samples.npz", "--precisions", "bfloat16")
-    made = run("convert", "hard.onnx", "out.onnx", "--certificate", "out.json", *options)
-    assert made.exit_code == 0, made.output
+    made = passed(run("convert", "hard.onnx", "out.onnx", "--certificate", "out.json", *options))
     assert "warning: the model is written in float16 and not proved in bfloat16: output 'y' (rounded): max" in made.stderr
     certificate = read_certificate(Path("out.json").read_bytes())
     assert certificate.passed
@@ -129,16 +125,14 @@ def test_a_precision_of_another_name_is_refused(run: Run) -> None:
 
 def test_auto_takes_float16_where_that_passes(run: Run) -> None:
     in_one_file(parse("g (float[n,8] x) => (float[n,8] y) { y = MatMul (x, w) }", w=normal(8, 8)), Path("plain.onnx"))
-    made = run("convert", "plain.onnx", "out.onnx", "--dtype", "auto", "--samples", "samples.npz", "--json")
-    assert made.exit_code == 0, made.output
+    made = passed(run("convert", "plain.onnx", "out.onnx", "--dtype", "auto", "--samples", "samples.npz", "--json"))
     found = json.loads(made.stdout)
     assert found["conversion"]["dtype"] == "float16"
     assert found["certificate"]["precision"] == "float16"
 
 
 def test_auto_takes_bfloat16_where_float16_overflows_and_says_why(run: Run) -> None:
-    made = run("convert", "in.onnx", "out.onnx", "--dtype", "auto", "--no-repair", "--samples", "samples.npz", "--json")
-    assert made.exit_code == 0, made.output
+    made = passed(run("convert", "in.onnx", "out.onnx", "--dtype", "auto", "--no-repair", "--samples", "samples.npz", "--json"))
     found = json.loads(made.stdout)
     assert (found["certificate"]["precision"], found["search"]) == ("bfloat16", None)
     (why,) = [note for note in found["certificate"]["notes"] if "float16 alone is over budget" in note]
@@ -147,8 +141,7 @@ def test_auto_takes_bfloat16_where_float16_overflows_and_says_why(run: Run) -> N
 
 def test_auto_searches_in_the_nearer_type_where_none_passes(run: Run) -> None:
     limits = ("--max-scaled-error", "0.0005", "--samples", "samples.npz")
-    made = run("convert", "hard.onnx", "out.onnx", "--dtype", "auto", *limits, "--json")
-    assert made.exit_code == 0, made.output
+    made = passed(run("convert", "hard.onnx", "out.onnx", "--dtype", "auto", *limits, "--json"))
     found = json.loads(made.stdout)
     assert found["conversion"]["dtype"] == "float16"
     assert found["search"]["passed"]
@@ -156,13 +149,6 @@ def test_auto_searches_in_the_nearer_type_where_none_passes(run: Run) -> None:
     without = run("convert", "hard.onnx", "no.onnx", "--dtype", "auto", *limits, "--no-search")
     assert isinstance(without.exception, BudgetExceeded)
     assert not Path("no.onnx").exists()
-
-
-def test_auto_starts_with_bfloat16_where_the_weights_are_such_numbers(tmp_path: Path) -> None:
-    samples = torch.rand(16, 1, 8, 8)
-    done = export_module(models.cnn().bfloat16().float(), samples, tmp_path, "cnn", dtype="auto")
-    assert done.certificate.precision == "bfloat16"
-    assert BFLOAT16_WEIGHTS in done.certificate.notes
 
 
 def test_auto_without_a_verdict_is_refused(run: Run) -> None:

@@ -288,14 +288,6 @@ def test_an_outline_knows_the_initializers_of_bodies() -> None:
         assert [tensor.name for tensor, _ in outline.tensors] == ["inner"]
 
 
-def test_it_replaces_the_file_and_leaves_nothing_beside(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-    write_atomically(path, b"new")
-    assert path.read_bytes() == b"new"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_a_failure_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.mkdir()
@@ -307,23 +299,6 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path) -> None:
 def test_a_name_that_no_file_can_have_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"cannot write .*: File name too long"):  # nor can the temporary one be removed
         write_atomically(tmp_path / ("n" * 250), b"new")
-
-
-def test_a_device_is_written_to_and_stays_one(tmp_path: Path) -> None:
-    device, terminal = os.openpty()
-    link = tmp_path / "link"
-    link.symlink_to(os.ttyname(terminal))
-    write_atomically(link, b"new")
-    assert link.is_char_device()
-    assert os.read(device, 3) == b"new"
-
-
-def test_a_link_goes_on_pointing_to_its_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"old")
-    (tmp_path / "link").symlink_to("file")
-    write_atomically(tmp_path / "link", b"new")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "file").read_bytes() == b"new"
 
 
 def test_what_is_not_put_there_leaves_nothing(tmp_path: Path) -> None:

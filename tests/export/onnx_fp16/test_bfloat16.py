@@ -19,6 +19,7 @@ from tests.export.onnx_fp16.models import FLOAT, halve, normal, ops, reasons, ty
 from tests.export.stored_models import parse
 
 BFLOAT16 = onnx.TensorProto.BFLOAT16
+POSITION_REASON = "positions up to their sine or cosine"
 TWO_LAYERS = "g (float[n,4] x) => (float[n,4] y) { a = MatMul (x, w) b = Tanh (a) y = MatMul (b, w) }"
 
 
@@ -138,67 +139,6 @@ def test_a_raise_that_costs_a_cuda_kernel_is_offered_for_cpus_alone() -> None:
     assert kept(model, repair=True)["h"].endswith("the model has 17: --upgrade-opset (upgrade_opset=True) raises it")
 
 
-def test_an_operator_that_takes_it_too_late_is_not_offered_a_raise() -> None:
-    text = "g (float[2,4] x) => (float[2,2] y) { k = Constant <value = int64[1] {2}> () y, i = TopK (x, k) }"
-    assert kept(parse(text)) == {"y": "TopK takes bfloat16 from opset 24 on; the model has 20"}
-
-
-@pytest.mark.parametrize(
-    ("node", "reason"),
-    [
-        ("y = LayerNormalization (x, w, w)", NORM_REASON),
-        ("y = com.microsoft.SkipLayerNormalization (x, x, w)", NORM_REASON),
-        ("y = Softmax (x)", SOFTMAX_REASON),
-        ("y = LogSoftmax (x)", SOFTMAX_REASON),
-        ("y = ReduceMean <keepdims = 1> (x)", SUM_REASON),
-        ("k = Constant <value = int64 {1}> () y = CumSum (x, k)", SUM_REASON),
-    ],
-)
-def test_norms_softmax_and_long_sums_stay_exact(node: str, reason: str) -> None:
-    model = parse(f"g (float[2,3,4] x) => (float[a,b,c] y) {{ {node} }}", imports=', "com.microsoft": 1', w=np.ones(4))
-    assert kept(model) == {"y": reason}
-
-
-def test_elementwise_nodes_between_exact_ones_stay_exact_too() -> None:
-    text = """g (float[2,3,4] x) => (float[2,3,4] y) {
-        h = MatMul (x, w) s = ReduceSum <keepdims = 1> (h) n = ReduceSum <keepdims = 1> (h) m = Div (s, n)
-        a = Softmax (m) y = MatMul (h, w) z = Add (a, h) }"""
-    model = parse(text.replace("float[2,3,4] y)", "float[2,3,4] y, float[2,3,4] z)"), w=normal(4, 4))
-    found = kept(model)
-    assert found.keys() == {"s", "n", "m", "a"}
-    assert found["m"] == BETWEEN_REASON
-
-
-def test_the_way_to_a_sampling_grid_stays_exact() -> None:
-    text = """g (float[1,2,8,8] x, float[1,8,8,2] shift) => (float[1,2,8,8] y) {
-        h = Conv (x, k) o = MatMul (shift, w) s = Mul (o, half) grid = Add (s, base) y = GridSample (h, grid) }"""
-    found = kept(
-        parse(text, opset=22, ir=10, k=normal(2, 2, 1, 1), w=normal(2, 2), half=np.array(0.5), base=normal(1, 8, 8, 2))
-    )
-    assert found == dict.fromkeys(("s", "grid", "y"), GRID_REASON)
-
-
-def test_tables_of_positions_over_256_stay_exact_up_to_their_sine() -> None:
-    text = "g (float[300,4] x) => (float[300,4] y) { a = Mul (p, f) s = Sin (a) h = MatMul (x, w) y = Mul (s, h) }"
-    weights: dict[str, Any] = {"p": np.arange(300.0)[:, None], "f": normal(1, 4), "w": normal(4, 4)}
-    assert kept(parse(text, opset=22, ir=10, **weights)) == dict.fromkeys("as", "positions up to their sine or cosine")
-    small = {**weights, "p": np.arange(300.0)[:, None] % 200}
-    assert kept(parse(text, opset=22, ir=10, **small)) == {}
-
-
-def test_a_time_step_stays_exact_up_to_its_cosine() -> None:
-    text = "g (float[n,1] time) => (float[n,4] y) { a = Mul (time, f) c = Cos (a) y = MatMul (c, w) }"
-    found = kept(parse(text, opset=22, ir=10, f=normal(1, 4), w=normal(4, 4)), repair=True)
-    assert found == dict.fromkeys("ac", "an angle up to its sine or cosine")
-
-
-def test_quantizing_nodes_keep_their_scales() -> None:
-    text = """g (float[n,4] x) => (float[n,4] y) { h = MatMul (x, w) q = QuantizeLinear (h, s, z) d = DequantizeLinear (q, s, z)
-        y = MatMul (d, w) }"""
-    found = kept(parse(text, opset=21, ir=10, s=np.array(0.01), z=np.array(0, np.int8), w=normal(4, 4)))
-    assert found.keys() == {"q", "d"}
-
-
 def test_what_only_float16_needs_is_not_repaired() -> None:
     text = """g (float[n,4] x, float[n,4] m) => (float[n,4] y) { h = MatMul (x, w) k = Mul (m, large) s = Add (h, k)
         p = Softmax (s) c = Pow (p, three) d = MatMul (c, w) y = Div (d, tiny) }"""
@@ -221,13 +161,6 @@ def test_norms_and_softmax_in_parts_are_joined_and_stay_exact() -> None:
     assert set(reasons(report).values()) == {NORM_REASON, SOFTMAX_REASON}
 
 
-def test_a_norm_in_parts_that_cannot_be_joined_stays_exact() -> None:
-    text = """g (float[2,16] a) => (float[2,16] y) { q = Mul (a, a) v = ReduceMean <axes = [-1], keepdims = 1> (q)
-        r = Sqrt (v) n = Div (a, r) y = MatMul (n, w) }"""
-    found = kept(parse(text, opset=17, ir=8, w=normal(16, 16)), repair=True)
-    assert found == dict.fromkeys("qvrn", "a norm in parts: bfloat16 has too few digits for a sum of squares")
-
-
 def test_a_mask_of_the_smallest_float32_stays_finite() -> None:
     text = """g (float[n,4] x, bool[n,4] c) => (float[n,4] y) { h = MatMul (x, w)
         m = Where (c, zero, lowest) s = Add (h, m) y = Softmax (s) }"""
@@ -236,3 +169,64 @@ def test_a_mask_of_the_smallest_float32_stays_finite() -> None:
     assert found == {"y": SOFTMAX_REASON}
     lowest = next(tensor for tensor in converted.graph.initializer if tensor.name == "lowest")
     assert float(onnx.numpy_helper.to_array(lowest)) == -BF16.largest
+
+
+LATE = "TopK takes bfloat16 from opset 24 on; the model has 20"
+PARTS = "a norm in parts: bfloat16 has too few digits for a sum of squares"
+ANGLES = "g (float[300,4] x) => (float[300,4] y) { a = Mul (p, f) s = Sin (a) h = MatMul (x, w) y = Mul (s, h) }"
+TURNS, SQUARE = normal(1, 4), normal(4, 4)
+GRID: dict[str, Any] = {"k": normal(2, 2, 1, 1), "w": normal(2, 2), "half": 0.5, "base": normal(1, 8, 8, 2)}
+
+
+def one_node(node: str) -> str:
+    return f"g (float[2,3,4] x) => (float[a,b,c] y) {{ {node} }}"
+
+
+# The graph, its weights, and what stays in float32.
+EXACT: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+    ("g (float[2,4] x) => (float[2,2] y) { k = Constant <value = int64[1] {2}> () y, i = TopK (x, k) }", {}, {"y": LATE}),
+    (one_node("y = LayerNormalization (x, w, w)"), {"w": np.ones(4)}, {"y": NORM_REASON}),
+    (one_node("y = com.microsoft.SkipLayerNormalization (x, x, w)"), {"w": np.ones(4)}, {"y": NORM_REASON}),
+    (one_node("y = Softmax (x)"), {}, {"y": SOFTMAX_REASON}),
+    (one_node("y = LogSoftmax (x)"), {}, {"y": SOFTMAX_REASON}),
+    (one_node("y = ReduceMean <keepdims = 1> (x)"), {}, {"y": SUM_REASON}),
+    (one_node("k = Constant <value = int64 {1}> () y = CumSum (x, k)"), {}, {"y": SUM_REASON}),
+    (  # elementwise nodes between exact ones
+        """g (float[2,3,4] x) => (float[2,3,4] y, float[2,3,4] z) {
+        h = MatMul (x, w) s = ReduceSum <keepdims = 1> (h) n = ReduceSum <keepdims = 1> (h) m = Div (s, n)
+        a = Softmax (m) y = MatMul (h, w) z = Add (a, h) }""",
+        {"w": SQUARE}, {"s": SUM_REASON, "n": SUM_REASON, "m": BETWEEN_REASON, "a": SOFTMAX_REASON},
+    ),
+    (  # the way to a sampling grid
+        """g (float[1,2,8,8] x, float[1,8,8,2] shift) => (float[1,2,8,8] y) {
+        h = Conv (x, k) o = MatMul (shift, w) s = Mul (o, half) grid = Add (s, base) y = GridSample (h, grid) }""",
+        GRID, dict.fromkeys(("s", "grid", "y"), GRID_REASON),
+    ),
+    # tables of positions over 256
+    (ANGLES, {"p": np.arange(300.0)[:, None], "f": TURNS, "w": SQUARE}, dict.fromkeys("as", POSITION_REASON)),
+    (ANGLES, {"p": np.arange(300.0)[:, None] % 200, "f": TURNS, "w": SQUARE}, {}),
+]  # fmt: skip
+REPAIRED: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+    (
+        "g (float[n,1] time) => (float[n,4] y) { a = Mul (time, f) c = Cos (a) y = MatMul (c, w) }",
+        {"f": TURNS, "w": SQUARE}, dict.fromkeys("ac", "an angle up to its sine or cosine"),
+    ),
+    (
+        """g (float[2,16] a) => (float[2,16] y) { q = Mul (a, a) v = ReduceMean <axes = [-1], keepdims = 1> (q)
+        r = Sqrt (v) n = Div (a, r) y = MatMul (n, w) }""",
+        {"w": normal(16, 16)}, dict.fromkeys("qvrn", PARTS),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "weights", "expected"), EXACT + REPAIRED)
+def test_what_eight_bits_are_too_few_for_stays_exact(text: str, weights: dict[str, Any], expected: dict[str, str]) -> None:
+    opset = 17 if "axes = [-1]" in text else 22 if "Conv" in text or "Mul (p, f)" in text or "time" in text else 20
+    model = parse(text, opset=opset, ir=10, imports=', "com.microsoft": 1' if "microsoft" in text else "", **weights)
+    assert kept(model, repair=text in [row[0] for row in REPAIRED]) == expected
+
+
+def test_quantizing_nodes_keep_their_scales() -> None:
+    text = """g (float[n,4] x) => (float[n,4] y) { h = MatMul (x, w) q = QuantizeLinear (h, s, z) d = DequantizeLinear (q, s, z)
+        y = MatMul (d, w) }"""
+    assert kept(parse(text, opset=21, ir=10, s=0.01, z=np.int8(0), w=SQUARE)).keys() == {"q", "d"}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import pytest
@@ -14,10 +16,46 @@ def cast_types(model: onnx.ModelProto) -> list[tuple[int, int]]:
     return [(known[node.input[0]], known[node.output[0]]) for node in model.graph.node if node.op_type == "Cast"]
 
 
-def test_a_cast_to_float_becomes_one_to_float16() -> None:
-    model = parse("g (int64[3] i, float[3] x) => (float[3] y) { f = Cast <to = 1> (i) y = Mul (f, x) }")
-    converted = judged(model, {"i": np.array([1, 2, 3]), "x": normal(3)})
-    assert (onnx.TensorProto.INT64, FLOAT16) in cast_types(converted)
+CHAIN = "a = Relu (x) b = Exp (a) c = Neg (b) y = Abs (c)"
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        ("a = Relu (x) b = Neg (x) c = Abs (x) d = Add (a, b) y = Add (c, d)", {}, "Cast Relu Neg Abs Add Add Cast"),
+        ("a = Cast <to = 10> (x) b = Cast <to = 10> (x) c = Add (a, b) y = Cast <to = 1> (c)", {}, "Cast Add Cast"),
+        (CHAIN, {"keep_fp32_nodes": ["b"]}, "Cast Relu Cast Exp Cast Neg Abs Cast"),
+        ("a = Exp (x) b = Log (a) y = Neg (b)", {"keep_fp32_ops": ["Exp", "Log"]}, "Exp Log Cast Neg Cast"),
+        ("y = Cast <to = 6> (x)", {}, "Cast"),
+        ("y = Transpose (x)", {}, "Cast Transpose Cast"),
+    ],
+    ids=[
+        "readers share one cast",
+        "equal casts of the model become one",
+        "a float32 node has casts around it and no more",
+        "neighbours in float32 pass float32",
+        "a cast to integers takes what there is",
+        "what only moves numbers is float16",
+    ],
+)
+def test_casts_stand_where_types_change_and_nowhere_else(text: str, options: dict[str, Any], expected: str) -> None:
+    kind = "int32" if "<to = 6>" in text else "float"
+    model = parse(f"g (float[3] x) => ({kind}[3] y) {{ {text} }}")
+    feeds = {"x": np.array([1.5, -3000.7, 60001], np.float32) if kind == "int32" else normal(3)}
+    assert ops(judged(model, feeds, **options)) == expected.split()
+
+
+def test_a_float32_island_of_a_half_model_is_converted_too() -> None:
+    model = parse("g (float16[3] x) => (float16[3] y) { f = Cast <to = 1> (x) e = Exp (f) y = Cast <to = 10> (e) }")
+    assert ops(judged(model, {"x": normal(3).astype(np.float16)})) == ["Exp"]
+    assert halve(model)[1].casts_added == -2
+
+
+@pytest.mark.parametrize("cast", ["Cast <to = 1> (i)", "CastLike (i, x)"])
+def test_a_cast_to_float_becomes_one_to_float16(cast: str) -> None:
+    model = parse(f"g (int64[3] i, float[3] x) => (float[3] y) {{ f = {cast} y = Mul (f, x) }}")
+    converted = assert_clean_both_ways(model, {"i": np.array([1, 2, 3]), "x": normal(3)})
+    assert types(converted)["f"] == FLOAT16
 
 
 def test_no_cast_from_a_type_to_itself_is_left() -> None:
@@ -29,31 +67,6 @@ def test_no_cast_from_a_type_to_itself_is_left() -> None:
         converted = judged(model, {"x": normal(3)}, keep=keep)
         assert all(before != after for before, after in cast_types(converted))
         assert len(cast_types(converted)) == (2 if keep else 0)
-
-
-def test_readers_share_one_cast() -> None:
-    model = parse("g (float[3] x) => (float[3] y) { a = Relu (x) b = Neg (x) c = Abs (x) d = Add (a, b) y = Add (c, d) }")
-    assert ops(judged(model, {"x": normal(3)})).count("Cast") == 2
-
-
-def test_equal_casts_of_the_model_become_one() -> None:
-    model = parse(
-        """g (float[3] x) => (float[3] y) {
-        a = Cast <to = 10> (x) b = Cast <to = 10> (x) c = Add (a, b) y = Cast <to = 1> (c) }"""
-    )
-    assert ops(judged(model, {"x": normal(3)})).count("Cast") == 2
-
-
-def test_a_float32_node_between_others_has_casts_around_it_and_no_more() -> None:
-    model = parse("g (float[3] x) => (float[3] y) { a = Relu (x) b = Exp (a) c = Neg (b) y = Abs (c) }")
-    converted = judged(model, {"x": normal(3)}, keep_fp32_nodes=["b"])
-    assert ops(converted) == ["Cast", "Relu", "Cast", "Exp", "Cast", "Neg", "Abs", "Cast"]
-
-
-def test_neighbours_in_float32_pass_float32() -> None:
-    model = parse("g (float[3] x) => (float[3] y) { a = Exp (x) b = Log (a) y = Neg (b) }")
-    converted = judged(model, {"x": normal(3)}, keep_fp32_ops=["Exp", "Log"])
-    assert ops(converted) == ["Exp", "Log", "Cast", "Neg", "Cast"]
 
 
 def test_what_only_moves_numbers_between_float32_nodes_stays_float32() -> None:
@@ -74,11 +87,6 @@ def test_a_vocabulary_is_float16_whatever_its_reader_is() -> None:
     )
     converted = judged(model, {"i": np.array([4, 1])}, keep_fp32_ops=["Exp"])
     assert [weight.data_type for weight in converted.graph.initializer if list(weight.dims) == [5, 3]] == [FLOAT16]
-
-
-def test_a_mover_alone_becomes_float16() -> None:
-    model = parse("g (float[2, 3] x) => (float[3, 2] y) { y = Transpose (x) }")
-    assert halve(model)[1].fp16_nodes == 1
 
 
 @pytest.mark.parametrize("index", [1, 2049, 70000])
@@ -104,23 +112,6 @@ def test_casts_to_float8_that_treat_large_numbers_differently_stay_two() -> None
     y, z = run(converted, x=np.array([1000, -1000, 1], np.float16))
     assert y.tolist() == [448, -448, 1]
     assert np.isnan(z[:2]).all()
-
-
-def test_a_cast_to_integers_takes_what_there_is() -> None:
-    model = parse("g (float[3] x) => (int32[3] i) { i = Cast <to = 6> (x) }")
-    assert ops(judged(model, {"x": np.array([1.5, -3000.7, 60001], np.float32)})) == ["Cast"]
-
-
-def test_cast_like_follows_its_example() -> None:
-    model = parse("g (int64[3] i, float[3] x) => (float[3] y) { r = Relu (x) c = CastLike (i, r) y = Add (c, r) }")
-    converted = assert_clean_both_ways(model, {"i": np.array([1, 2, 3]), "x": normal(3)})
-    assert types(converted)["c"] == FLOAT16
-
-
-def test_a_float32_island_of_a_half_model_is_converted_too() -> None:
-    model = parse("g (float16[3] x) => (float16[3] y) { f = Cast <to = 1> (x) e = Exp (f) y = Cast <to = 10> (e) }")
-    assert ops(judged(model, {"x": normal(3).astype(np.float16)})) == ["Exp"]
-    assert halve(model)[1].casts_added == -2
 
 
 def test_where_casts_name_types_by_text_none_is_written() -> None:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -33,20 +34,21 @@ def test_inputs_and_outputs_keep_names_and_types_behind_casts(linear: onnx.Model
     assert [node.name for node in converted.graph.node if node.op_type != "Cast"] == ["p", "y"]
 
 
+def shape_of(value: onnx.ValueInfoProto) -> list[str | int]:
+    return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+
+
 def test_inputs_and_outputs_become_float16_without_casts(linear: onnx.ModelProto) -> None:
     converted = judged(linear, {"x": normal(2, 4)}, keep=False)
     assert ops(converted) == ["MatMul", "Add"]
     assert {types(converted)[name] for name in "xy"} == {FLOAT16}
-    shape = converted.graph.input[0].type.tensor_type.shape
-    assert [dim.dim_param or dim.dim_value for dim in shape.dim] == ["N", 4]
+    assert shape_of(converted.graph.input[0]) == ["N", 4]
 
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_an_output_that_is_cast_keeps_its_declared_shape(keep: bool) -> None:
     model = parse("g (float[N, 4] x, int64[2] n) => (float[N, 4] y) { a = Reshape (x, n) y = Cast <to = 1> (a) }")
-    converted, _ = halve(model, keep_io_types=keep)
-    (output,) = converted.graph.output
-    assert [dim.dim_param or dim.dim_value for dim in output.type.tensor_type.shape.dim] == ["N", 4]
+    assert shape_of(halve(model, keep_io_types=keep)[0].graph.output[0]) == ["N", 4]
 
 
 @pytest.mark.parametrize("kept", [["x"], ["y"], ["[xq]"], ["x", "y"]])
@@ -62,17 +64,12 @@ def test_an_unknown_name_to_keep_is_an_error(linear: onnx.ModelProto) -> None:
         halve(linear, keep_io_types=["z"])
 
 
-def test_the_given_model_stays_as_it_is(linear: onnx.ModelProto) -> None:
+def test_models_bytes_and_paths_are_taken_and_stay_as_they_are(linear: onnx.ModelProto, tmp_path: Path) -> None:
     before = linear.SerializeToString(deterministic=True)
-    convert_float_to_float16(linear, keep_io_types=False)
-    assert linear.SerializeToString(deterministic=True) == before
-
-
-def test_bytes_paths_and_messages_are_taken(linear: onnx.ModelProto, tmp_path: object) -> None:
-    path = f"{tmp_path}/model.onnx"
-    onnx.save(linear, path)
+    path = in_one_file(linear, tmp_path / "model.onnx")
     results = [convert_float_to_float16(source) for source in (linear, linear.SerializeToString(), path)]
     assert len({result.SerializeToString(deterministic=True) for result in results}) == 1
+    assert linear.SerializeToString(deterministic=True) == before
 
 
 @pytest.mark.parametrize("wrong", [None, 3])
@@ -81,22 +78,18 @@ def test_anything_else_is_an_error(wrong: object) -> None:
         convert_float_to_float16(wrong)  # type: ignore[arg-type]  # (that is the test)
 
 
-def test_an_input_that_is_an_output() -> None:
-    assert_clean_both_ways(
-        parse("g (float[3] x) => (float[3] x, float[3] y) { y = Relu (x) }"), {"x": np.array([-1, 0.5, 2], np.float32)}
-    )
-
-
-def test_an_initializer_that_is_an_output_and_a_weight() -> None:
-    model = parse("g (float[3] x) => (float[3] w, float[3] y) { y = Mul (x, w) }", w=[1.0, 2, 3])
-    kept = assert_clean_both_ways(model, {"x": normal(3)})
-    assert types(kept)["w"] == FLOAT
-
-
-def test_an_output_that_is_read_inside_and_given_twice() -> None:
-    model = parse("g (float[3] x) => (float[3] y, float[3] z) { y = Relu (x) z = Neg (y) }")
-    kept = assert_clean_both_ways(model, {"x": normal(3)})
-    assert ops(kept).count("Cast") == 3
+@pytest.mark.parametrize(
+    ("text", "w"),
+    [
+        ("g (float[3] x) => (float[3] x, float[3] y) { y = Relu (x) }", FLOAT),
+        ("g (float[3] x) => (float[3] w, float[3] y) { y = Mul (x, w) }", FLOAT),
+    ],
+    ids=["an input", "an initializer that is a weight too"],
+)
+def test_what_is_given_out_as_it_is_keeps_its_type(text: str, w: int) -> None:
+    weights: dict[str, Any] = {"w": [1.0, 2, 3]} if "w" in text else {}
+    kept = assert_clean_both_ways(parse(text, **weights), {"x": np.array([-1, 0.5, 2], np.float32)})
+    assert types(kept).get("w", FLOAT) == w
 
 
 def test_weights_listed_as_inputs_in_the_oldest_format_are_weights() -> None:
@@ -125,10 +118,9 @@ def test_an_input_that_only_takes_float32_stays() -> None:
     assert (types(converted)["x"], types(converted)["s"]) == (FLOAT16, FLOAT)
 
 
-def test_metadata_documentation_and_annotations_stay() -> None:
+def test_all_but_the_graphs_numbers_stays() -> None:
     model = parse("g (float[3] x) => (float[3] y) { r = Relu (x) y = Neg (r) }")
-    model.producer_name, model.producer_version, model.doc_string, model.domain = "p", "1", "about", "d"
-    model.model_version = 7
+    model.producer_name, model.producer_version, model.doc_string, model.domain, model.model_version = "p", "1", "about", "d", 7
     model.metadata_props.add(key="author", value="me")
     model.graph.node[0].doc_string = "positive part"
     model.graph.node[0].metadata_props.add(key="halfserve.module", value="act")
@@ -137,25 +129,16 @@ def test_metadata_documentation_and_annotations_stay() -> None:
     annotation.quant_parameter_tensor_names.add(key="SCALE_TENSOR", value="s")
     model.training_info.add().algorithm.name = "step"
     converted = convert_float_to_float16(model)
-    assert (converted.producer_name, converted.producer_version, converted.doc_string, converted.domain) == (
-        "p", "1", "about", "d",
-    )  # fmt: skip
-    assert converted.model_version == 7
     props = {entry.key: entry.value for entry in converted.metadata_props}
-    assert props["author"] == "me"
-    assert props["halfserve.converted"] == "float16"
-    relu = next(node for node in converted.graph.node if node.op_type == "Relu")
-    assert (relu.doc_string, relu.metadata_props[0].value) == ("positive part", "act")
+    assert (props["author"], props["halfserve.converted"]) == ("me", "float16")
+    (relu,) = (node for node in converted.graph.node if node.op_type == "Relu")
+    assert (relu.doc_string, relu.metadata_props) == ("positive part", model.graph.node[0].metadata_props)
     assert converted.graph.output[0].doc_string == "the result"
-    assert converted.graph.quantization_annotation[0].tensor_name == "r"
-    assert converted.training_info[0].algorithm.name == "step"
-    assert converted.opset_import[0].version == model.opset_import[0].version
-
-
-def test_names_that_the_converter_would_give_are_taken_already() -> None:
-    model = parse("g (float[3] x) => (float[3] y) { x_float16 = Relu (x) y_float16 = Neg (x_float16) y = Abs (y_float16) }")
-    model.graph.node[0].name = "Cast_x_float16"
-    assert_clean_both_ways(model, {"x": normal(3)})
+    assert converted.graph.quantization_annotation == model.graph.quantization_annotation
+    for one in (model, converted):
+        one.ClearField("graph")
+        one.ClearField("metadata_props")
+    assert converted == model, "producer, version, documentation, opset and training"
 
 
 def test_unnamed_nodes_get_names_and_named_ones_keep_theirs() -> None:
@@ -166,34 +149,26 @@ def test_unnamed_nodes_get_names_and_named_ones_keep_theirs() -> None:
     assert [node.name for node in converted.graph.node] == ["Relu_0_2", "Relu_0", "Neg_2"]
 
 
-def test_values_of_which_the_model_says_nothing_stay_so() -> None:
+@pytest.mark.parametrize(
+    ("stated", "expected"), [(None, []), ((FLOAT, 3), [("a", FLOAT16, 3)]), ((onnx.TensorProto.DOUBLE, 5), [("a", FLOAT16, 3)])]
+)
+def test_types_written_down_follow_and_contradictions_are_replaced(
+    stated: tuple[int, int] | None, expected: list[tuple[str, int, int]]
+) -> None:
     model = parse("g (float[3] x) => (float[3] y) { a = Relu (x) y = Neg (a) }")
-    assert [info.name for info in halve(model, keep_io_types=False)[0].graph.value_info] == []
-    model.graph.value_info.append(onnx.helper.make_tensor_value_info("a", FLOAT, [3]))
-    assert [info.name for info in halve(model, keep_io_types=False)[0].graph.value_info] == ["a"]
-
-
-def test_value_info_that_contradicts_is_replaced() -> None:
-    model = parse("g (float[3] x) => (float[3] y) { a = Relu (x) y = Neg (a) }")
-    model.graph.value_info.append(onnx.helper.make_tensor_value_info("a", onnx.TensorProto.DOUBLE, [5]))
+    if stated is not None:
+        model.graph.value_info.append(onnx.helper.make_tensor_value_info("a", stated[0], [stated[1]]))
     converted, _ = halve(model, keep_io_types=False)
     onnx.checker.check_model(converted, full_check=True)
-    (info,) = converted.graph.value_info
-    assert (info.type.tensor_type.elem_type, info.type.tensor_type.shape.dim[0].dim_value) == (FLOAT16, 3)
+    found = [(info.name, info.type.tensor_type) for info in converted.graph.value_info]
+    assert [(name, kind.elem_type, kind.shape.dim[0].dim_value) for name, kind in found] == expected
 
 
-def test_a_model_of_integers_stays_as_it_is() -> None:
-    model = parse("g (int64[3] x) => (int64[3] y) { y = Neg (x) }")
-    converted, report = halve(model)
-    assert (report.float_nodes, report.share) == (0, 1.0)
-    assert "halfserve.converted" not in {entry.key for entry in converted.metadata_props}
-    assert ops(converted) == ["Neg"]
-
-
-def test_a_model_in_float16_stays_as_it_is() -> None:
-    model = parse("g (float16[3] x) => (float16[3] y) { y = Neg (x) }")
-    converted, report = halve(model)
-    assert (report.float_nodes, report.fp16_nodes, report.casts_added) == (1, 1, 0)
+@pytest.mark.parametrize(("kind", "float_nodes"), [("int64", 0), ("float16", 1)])
+def test_a_model_without_float32_stays_as_it_is(kind: str, float_nodes: int) -> None:
+    converted, report = halve(parse(f"g ({kind}[3] x) => ({kind}[3] y) {{ y = Neg (x) }}"))
+    assert (report.float_nodes, report.fp16_nodes, report.casts_added, report.share) == (float_nodes, float_nodes, 0, 1.0)
+    assert ("halfserve.converted" in {entry.key for entry in converted.metadata_props}) == bool(float_nodes)
     assert ops(converted) == ["Neg"]
 
 
@@ -209,22 +184,22 @@ def test_bfloats_eight_bits_and_doubles_that_are_only_cast_stay() -> None:
     assert (known["c"], known["q"]) == (onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT8E4M3FN)
 
 
+BRANCHES = """y = If (yes) <then_branch = t () => (bfloat16[3] a) { a = Identity (x) },
+    else_branch = e () => (bfloat16[3] b) { b = Neg (x) }>"""
+
+
 @pytest.mark.parametrize("repair", [True, False])
-@pytest.mark.parametrize("body", ["y = Neg (c)", "c2 = Abs (c) y = Cast <to = 1> (c2)"])
-def test_what_computes_in_bfloat16_is_refused(body: str, repair: bool) -> None:
-    kind = "float" if "Cast" in body else "bfloat16"
-    model = parse(f"g (float[3] x) => ({kind}[3] y) {{ a = Exp (x) c = Cast <to = 16> (a) {body} }}")
-    with pytest.raises(ExportError, match=r"(Neg 'y'|Abs 'c2') computes in bfloat16; expected a float32 model: .*\.float\(\)"):
-        convert_float_to_float16(model, repair=repair)
-
-
-def test_what_computes_in_bfloat16_is_seen_in_bodies() -> None:
-    model = parse(
-        """g (bool c, bfloat16[3] x) => (bfloat16[3] y) { y = If (c) <
-        then_branch = t () => (bfloat16[3] a) { a = Identity (x) }, else_branch = e () => (bfloat16[3] b) { b = Neg (x) }> }"""
-    )
-    with pytest.raises(ExportError, match="Neg .* computes in bfloat16"):
-        convert_float_to_float16(model)
+@pytest.mark.parametrize(
+    ("text", "node"),
+    [
+        ("g (float[3] x) => (bfloat16[3] y) { a = Exp (x) c = Cast <to = 16> (a) y = Neg (c) }", "Neg 'y'"),
+        ("g (float[3] x) => (float[3] y) { c = Cast <to = 16> (x) d = Abs (c) y = Cast <to = 1> (d) }", "Abs 'd'"),
+        (f"g (bool yes, bfloat16[3] x) => (bfloat16[3] y) {{ {BRANCHES} }}", "Neg .*"),
+    ],
+)
+def test_what_computes_in_bfloat16_is_refused(text: str, node: str, repair: bool) -> None:
+    with pytest.raises(ExportError, match=rf"{node} computes in bfloat16; expected a float32 model: .*\.float\(\)"):
+        convert_float_to_float16(parse(text), repair=repair)
 
 
 MEGABYTE = 1 << 20
@@ -264,17 +239,6 @@ def test_the_same_source_gives_the_same_bytes(tmp_path: Path) -> None:
         hashes.append(open_model(tmp_path / "out.onnx").sha256)
     assert hashes[0] == hashes[1]
     assert len(files(tmp_path)) == 6
-
-
-def test_settings_reach_the_converter(tmp_path: Path) -> None:
-    source = in_one_file(sums(), tmp_path / "in.onnx")
-    conversion = convert_file(
-        source, tmp_path / "out.onnx", keep_io_types=False, keep_fp32_nodes=["add1"], keep_fp32_ops=["Mul"], external_data="yes"
-    )
-    assert sorted(node.name for node in conversion.report.kept) == ["add1", "scale"]
-    written = open_model(tmp_path / "out.onnx")
-    assert written.outline.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT16
-    assert len(written.locations) == 1
 
 
 def test_what_waits_can_be_run_and_dropped(tmp_path: Path) -> None:

@@ -1,31 +1,35 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import pytest
 
 from halfserve.export.export_errors import ExportError
-from tests.export.onnx_fp16.models import FLOAT16, assert_clean_both_ways, halve, judged, normal, reasons
+from tests.export.onnx_fp16.models import assert_clean_both_ways, halve, judged, normal, reasons
 from tests.export.stored_models import parse
 
 
-def test_a_sequence_inside_holds_float16() -> None:
-    model = parse(
-        """g (float[3] x) => (float[6] y) {
-        a = Relu (x) b = Neg (x) s = SequenceConstruct (a, b) t = SequenceInsert (s, x) u = SequenceErase (t)
-        y = ConcatFromSequence <axis = 0> (u) }"""
-    )
+@pytest.mark.parametrize(
+    "text",
+    [
+        """a = Relu (x) b = Neg (x) s = SequenceConstruct (a, b) t = SequenceInsert (s, x) u = SequenceErase (t)
+        y = ConcatFromSequence <axis = 0> (u)""",
+        "s = SequenceEmpty () t = SequenceInsert (s, x) y = SequenceAt (t, one)",  # without a type, it is one of floats
+        """s = SequenceConstruct (x, x) m = SequenceMap (s) <body = b (float[3] e) => (float[3] f) { f = Sigmoid (e) }>
+        y = SequenceAt (m, one)""",
+        "s = SplitToSequence (x, one) y = SequenceAt (s, one)",
+        "o = Optional (x) h = OptionalHasElement (o) f = Cast <to = 1> (h) y = Mul (x, f)",
+        "o = Optional <type = float[3]> () h = OptionalHasElement (o) f = Cast <to = 1> (h) y = Mul (x, f)",
+    ],
+    ids=["construct", "empty", "map", "split", "optional", "absent optional"],
+)
+def test_a_sequence_or_an_optional_inside_holds_float16(text: str) -> None:
+    weights: dict[str, Any] = {"one": np.int64(0 if "Empty" in text else 1)} if "one" in text else {}
+    model = parse(f"g (float[3] x) => (float[n] y) {{ {text} }}", **weights)
     assert_clean_both_ways(model, {"x": normal(3)})
     assert halve(model)[1].kept == ()
-
-
-def test_an_empty_sequence_without_a_type_is_one_of_floats() -> None:
-    model = parse(
-        "g (float[3] x) => (float[3] y) { s = SequenceEmpty () t = SequenceInsert (s, x) y = SequenceAt (t, i) }", i=np.int64(0)
-    )
-    converted = assert_clean_both_ways(model, {"x": normal(3)})
-    (empty,) = [node for node in converted.graph.node if node.op_type == "SequenceEmpty"]
-    assert empty.attribute[0].i == FLOAT16
 
 
 def test_a_sequence_of_the_interface_keeps_its_type_and_all_that_it_flows_into() -> None:
@@ -64,31 +68,6 @@ def test_a_blocked_reader_keeps_the_whole_sequence_in_float32() -> None:
     )
     judged(model, {"x": normal(3)}, keep_fp32_nodes=["a"])
     assert set(reasons(halve(model, keep_fp32_nodes=["a"])[1])) == {"s", "t", "u", "v", "a"}
-
-
-def test_a_map_over_a_sequence() -> None:
-    model = parse(
-        """g (float[3] x) => (float[3] y) {
-        s = SequenceConstruct (x, x)
-        m = SequenceMap (s) <body = b (float[3] e) => (float[3] f) { f = Sigmoid (e) }>
-        y = SequenceAt (m, i) }""",
-        i=np.int64(1),
-    )
-    assert_clean_both_ways(model, {"x": normal(3)})
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_an_optional_inside(there: bool) -> None:
-    made = "o = Optional (x)" if there else "o = Optional <type = float[3]> ()"
-    model = parse(f"g (float[3] x) => (bool h, float[3] y) {{ {made} h = OptionalHasElement (o) y = Neg (x) }}")
-    assert_clean_both_ways(model, {"x": normal(3)})
-
-
-def test_splitting_makes_a_sequence_of_float16() -> None:
-    model = parse(
-        "g (float[4] x) => (float[2] y) { s = SplitToSequence (x, two) y = SequenceAt (s, i) }", two=np.int64(2), i=np.int64(1)
-    )
-    assert_clean_both_ways(model, {"x": normal(4)})
 
 
 @pytest.fixture

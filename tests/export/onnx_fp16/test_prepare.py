@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +71,6 @@ def test_sparse_weights_become_dense(indices: list[int] | list[list[int]]) -> No
     onnx.checker.check_model(converted, full_check=True)
     assert [tensor.data_type for tensor in converted.graph.initializer] == [FLOAT16]
     np.testing.assert_array_equal(run(converted, x=np.zeros((2, 2), np.float32))[0], [[0, 1.5], [0, 2.5]])
-
-
-def test_sparse_constants_become_dense() -> None:
-    model = parse("g (float[4] x) => (float[4] y) { y = Relu (x) }")
-    node = onnx.helper.make_node("Constant", [], ["w"], sparse_value=sparse([1, 3], [4]))
-    model.graph.node.insert(0, node)
-    model.graph.node[1].CopyFrom(onnx.helper.make_node("Add", ["x", "w"], ["y"]))
-    np.testing.assert_array_equal(run(convert_float_to_float16(model), x=np.zeros(4, np.float32))[0], [0, 1.5, 0, 2.5])
 
 
 def test_sparse_weights_and_constants_of_files_become_dense(tmp_path: Path) -> None:
@@ -262,3 +256,71 @@ def test_functions_are_not_raised() -> None:
         <domain: "local", opset_import: ["": 15]> f (x) => (y) { y = Relu (x) }"""
     with pytest.raises(ExportError, match="the model has functions, whose opset is not raised from 15; inline them first"):
         convert_float_to_float16(onnx.parser.parse_model(text), upgrade_opset=True)
+
+
+# Raising the opset so that more operators take bfloat16: the answers stay.
+
+
+TO_BFLOAT16 = ConversionSettings(dtype="bfloat16")
+IMAGES = normal(2, 4, 6, 6)
+MODELS = {
+    "reductions": "m = ReduceMax <axes = [2, 3]> (x) k = Conv (x, w) y = Sub (k, m)",
+    "split": "a, b = Split <axis = 1> (x) c = Concat <axis = 1> (b, a) y = Conv (c, w)",
+    "sampling": "k = Conv (x, w) y = GridSample <mode = 'bilinear'> (k, grid)".replace("'", '"'),
+    "resizing": "k = Conv (x, w) y = Resize <mode = 'linear'> (k, , scales)".replace("'", '"'),
+    "pools": "k = AveragePool <kernel_shape = [2, 2]> (x) y = MaxPool <kernel_shape = [2, 2]> (k)",
+    "norms": "k = Conv (x, w) y = InstanceNormalization (k, s, s)",
+    "body": """y = If (flag) <then_branch = t () => (float[a,b,c,d] p) { m = ReduceMax <axes = [1]> (x) p = Conv (x, w) },
+        else_branch = e () => (float[a,b,c,d] q) { n = ReduceMax <axes = [1]> (x) z = Conv (x, w) q = Sub (z, n) }>""",
+}
+
+
+def raised_model(name: str, opset: int) -> onnx.ModelProto:
+    weights: dict[str, Any] = {
+        "w": normal(4, 4, 1, 1),
+        "grid": normal(2, 5, 5, 2) / 2,
+        "s": np.ones(4),
+        "scales": np.array([1.0, 1, 2, 2]),
+    }
+    text = f"g (float[2,4,6,6] x, bool flag) => (float[a,b,c,d] y) {{ {MODELS[name]} }}"
+    return parse(text, opset=opset, ir=8, **{key: value for key, value in weights.items() if re.search(rf"\b{key}\b", text)})
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("opset", [16, 17])
+def test_a_raised_model_gives_the_same_answers(name: str, opset: int) -> None:
+    before = raised_model(name, opset)
+    work = onnx_ir.from_proto(before)
+    (change,) = upgrade_opset(work, ConversionSettings(dtype="bfloat16", target_device="cpu"))
+    after = onnx_ir.to_proto(work)
+    onnx.checker.check_model(after, full_check=True)
+    assert change.text == f"opset {opset} became 22"
+    feeds = {"x": IMAGES, "flag": np.array(False)}
+    np.testing.assert_allclose(run(after, **feeds)[0], run(before, **feeds)[0], rtol=0, atol=1e-6)
+
+
+def test_it_is_not_raised_where_an_operator_loses_its_cuda_kernel() -> None:
+    pools, convs, norms = (onnx_ir.from_proto(raised_model(name, 17)) for name in ("pools", "split", "norms"))
+    assert upgrade_opset(norms, TO_BFLOAT16) == upgrade_opset(pools, replace(TO_BFLOAT16, repair=False)) == ()
+    for work in (convs, pools):  # a repair writes MaxPool by other operators
+        assert upgrade_opset(work, TO_BFLOAT16)
+        assert work.opset_imports[""] == 22
+
+
+def test_it_is_raised_only_as_far_as_bfloat16_gains() -> None:
+    text = "g (float[n,4] x, bool[n,4] c) => (float[n,4] y) { a = MatMul (x, w) b = Softmax (a) y = Where (c, a, b) }"
+    work = onnx_ir.from_proto(parse(text, opset=14, ir=7, w=normal(4, 4)))
+    upgrade_opset(work, TO_BFLOAT16)
+    assert work.opset_imports[""] == 17, "16 has Where, and 17 LayerNormalization"
+
+
+def test_a_model_that_gains_nothing_stays_as_it_is() -> None:
+    work = onnx_ir.from_proto(parse("g (float[n,4] x) => (float[n,4] y) { y = Softmax (x) }", opset=18, ir=8))
+    assert upgrade_opset(work, TO_BFLOAT16) == ()
+
+
+def test_a_group_norm_of_one_scale_for_each_group_is_refused() -> None:
+    text = "g (float[2,4,6,6] x) => (float[2,4,6,6] y) { k = Conv (x, w) y = GroupNormalization <num_groups = 2> (k, s, s) }"
+    work = onnx_ir.from_proto(parse(text, opset=18, ir=8, w=normal(4, 4, 1, 1), s=np.ones(2)))
+    with pytest.raises(ExportError, match="GroupNormalization 'y' has one scale for each group, from opset 21 on one for each"):
+        upgrade_opset(work, TO_BFLOAT16)

@@ -20,38 +20,44 @@ def test_what_goes_to_the_cpu_is_named_with_its_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op_type", "opset", "kinds"),
+    ("dtype", "op_type", "opset", "kinds"),
     [
-        ("Relu", 20, []),
-        ("Clip", 12, []),
-        ("Atan", 20, ["on the CPU"]),
-        ("Hardmax", 20, ["on the CPU"]),
-        ("Tanh", 20, []),
-        ("Mish", 20, ["broken up"]),
+        ("float16", "Relu", 20, []),
+        ("float16", "Clip", 12, []),
+        ("float16", "Atan", 20, ["on the CPU"]),
+        ("float16", "Hardmax", 20, ["on the CPU"]),
+        ("float16", "Tanh", 20, []),
+        ("float16", "Mish", 20, ["broken up"]),
+        ("float", "Tan", 20, ["on the CPU"]),
+        # Kernels without an end are for their first version alone.
+        *[("float", op_type, 21, []) for op_type in ("Elu", "Selu", "ThresholdedRelu")],
+        *[("float", op_type, 22, ["on the CPU"]) for op_type in ("Elu", "Selu", "ThresholdedRelu")],
+        ("bfloat16", "Relu", 20, []),
+        ("bfloat16", "Softplus", 22, []),
+        ("bfloat16", "Mish", 22, ["broken up"]),
+        ("bfloat16", "Elu", 21, ["refused"]),
+        ("bfloat16", "LeakyRelu", 22, ["refused"]),
+        ("bfloat16", "GlobalMaxPool", 22, ["refused"]),
+        ("bfloat16", "Clip", 22, ["broken up"]),
     ],
 )
-def test_operators_in_float16(op_type: str, opset: int, kinds: list[str]) -> None:
-    assert [warning.kind for warning in predict_cuda(one_node(op_type, opset))] == kinds
+def test_type_and_opset_of_a_node_decide(dtype: str, op_type: str, opset: int, kinds: list[str]) -> None:
+    warnings = predict_cuda(one_node(op_type, opset, dtype))
+    assert [warning.kind for warning in warnings] == kinds
+    for warning in warnings:
+        assert ("refuses the model: keep the node in float32" in warning.text) == (warning.kind == "refused")
 
 
-def test_the_opset_decides() -> None:
-    def cumulative(opset: int) -> list[str]:
-        model = one_node("CumSum", opset)
-        model.graph.node[0].input.append("axis")
-        model.graph.initializer.append(helper.make_tensor("axis", TensorProto.INT64, [], [0]))
-        return [warning.kind for warning in predict_cuda(model)]
-
-    assert cumulative(13) == ["no float16 kernel"]
-    assert cumulative(14) == []
-
-
-def test_float32_has_other_kernels() -> None:
-    assert predict_cuda(sums()) == ()
-    assert [warning.kind for warning in predict_cuda(one_node("Tan", 20, "float"))] == ["on the CPU"]
+@pytest.mark.parametrize(("opset", "kinds"), [(13, ["no float16 kernel"]), (14, [])])
+def test_a_node_with_an_axis_is_found_by_its_opset(opset: int, kinds: list[str]) -> None:
+    model = one_node("CumSum", opset)
+    model.graph.node[0].input.append("axis")
+    model.graph.initializer.append(helper.make_tensor("axis", TensorProto.INT64, [], [0]))
+    assert [warning.kind for warning in predict_cuda(model)] == kinds
 
 
 def test_other_domains() -> None:
-    assert predict_cuda(one_node("Gelu", 20, domain="com.microsoft")) == ()
+    assert predict_cuda(sums()) == predict_cuda(one_node("Gelu", 20, domain="com.microsoft")) == ()
     (warning,) = predict_cuda(one_node("Mystery", 20, domain="com.example"))
     assert (warning.node, warning.kind) == ("y", "on the CPU")
 
@@ -70,31 +76,6 @@ def test_own_functions_are_not_judged() -> None:
     body = [helper.make_node("Relu", ["a"], ["b"])]
     model.functions.append(helper.make_function("", "Own", ["a"], ["b"], body, list(model.opset_import)))
     assert predict_cuda(model) == ()
-
-
-def test_a_kernel_without_an_end_is_for_its_first_version_alone() -> None:
-    for op_type, last in (("Elu", 21), ("Selu", 21), ("ThresholdedRelu", 21)):
-        assert [warning.kind for warning in predict_cuda(one_node(op_type, last, "float"))] == []
-        assert [warning.kind for warning in predict_cuda(one_node(op_type, last + 1, "float"))] == ["on the CPU"]
-
-
-@pytest.mark.parametrize(
-    ("op_type", "opset", "kinds"),
-    [
-        ("Relu", 20, []),
-        ("Softplus", 22, []),
-        ("Mish", 22, ["broken up"]),
-        ("Elu", 21, ["refused"]),
-        ("LeakyRelu", 22, ["refused"]),
-        ("GlobalMaxPool", 22, ["refused"]),
-        ("Clip", 22, ["broken up"]),
-    ],
-)
-def test_operators_in_bfloat16(op_type: str, opset: int, kinds: list[str]) -> None:
-    warnings = predict_cuda(one_node(op_type, opset, "bfloat16"))
-    assert [warning.kind for warning in warnings] == kinds
-    for warning in warnings:
-        assert ("refuses the model: keep the node in float32" in warning.text) == (warning.kind == "refused")
 
 
 @pytest.mark.parametrize(

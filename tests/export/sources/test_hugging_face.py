@@ -422,58 +422,42 @@ def test_clips_are_normalised_in_the_graph(tmp_path: Path) -> None:
     assert source.task.labels == ("<pad>", "|", "a", "b", "c")
 
 
-def _none(folder: Path) -> Path | None:
-    del folder
-    return None
-
-
-def _empty(folder: Path) -> Path:
-    (folder / "empty").mkdir()
-    return folder / "empty"
-
-
-def _other_rate(folder: Path) -> Path:
-    write_clip(folder / "clips" / "00.wav", np.zeros((9000, 1)), rate=44100)
-    return folder / "clips"
-
-
-def _short(folder: Path) -> Path:
-    write_clip(folder / "clips" / "00.wav", np.zeros((90, 1)))
-    return folder / "clips"
-
-
-def _no_sound(folder: Path) -> Path:
-    (folder / "clips" / "00.wav").write_bytes(b"RIFF")
-    return folder / "clips"
-
-
-def _flat_array(folder: Path) -> Path:
-    np.save(folder / "clips.npy", np.zeros(9000, np.float32))
-    return folder / "clips.npy"
-
-
-def _short_array(folder: Path) -> Path:
-    np.save(folder / "clips.npy", np.zeros((4, 90), np.float32))
-    return folder / "clips.npy"
-
-
-CLIPS = {
-    "none": (_none, "give --samples FOLDER with .wav files of 16000 Hz"),
-    "empty": (_empty, "has no clip; expected files that end in .wav"),
-    "other rate": (_other_rate, "has 44100 Hz and 16 bits; the model takes 16000 Hz.*ffmpeg -i 00.wav -ar 16000"),
-    "short": (_short, "has 90 values a clip, 0.006 s; expected at least 0.1 s"),
-    "no sound": (_no_sound, "is no .wav file that can be read: it ends early"),
-    "short array": (_short_array, "has 90 values a clip"),
-    "flat array": (_flat_array, r"expected floats of shape \(clips, values\)"),
+CLIPS: dict[str, tuple[str | None, Callable[[Path], object], str]] = {
+    "none": (None, lambda _: None, "give --samples FOLDER with .wav files of 16000 Hz"),
+    "empty": ("empty", Path.mkdir, "has no clip; expected files that end in .wav"),
+    "other rate": (
+        "clips",
+        lambda clips: write_clip(clips / "00.wav", np.zeros((9000, 1)), rate=44100),
+        "has 44100 Hz and 16 bits; the model takes 16000 Hz.*ffmpeg -i 00.wav -ar 16000",
+    ),
+    "short": (
+        "clips",
+        lambda clips: write_clip(clips / "00.wav", np.zeros((90, 1))),
+        "has 90 values a clip, 0.006 s; expected at least 0.1 s",
+    ),
+    "no sound": (
+        "clips",
+        lambda clips: (clips / "00.wav").write_bytes(b"RIFF"),
+        "is no .wav file that can be read: it ends early",
+    ),
+    "short array": ("c.npy", lambda file: np.save(file, np.zeros((4, 90), np.float32)), "has 90 values a clip"),
+    "flat array": (
+        "c.npy",
+        lambda file: np.save(file, np.zeros(9000, np.float32)),
+        r"expected floats of shape \(clips, values\)",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CLIPS)
 def test_clips_that_cannot_be_used_are_refused(case: str, tmp_path: Path) -> None:
     folder = audio_folder(tmp_path / "m", "Wav2Vec2ForCTC")
-    make, message = CLIPS[case]
+    name, spoil, message = CLIPS[case]
+    samples = folder / name if name else None
+    if samples:
+        spoil(samples)
     with pytest.raises(ExportError, match=message):
-        open_hugging_face(folder, SourceOptions(samples=make(folder)))
+        open_hugging_face(folder, SourceOptions(samples=samples))
 
 
 def test_a_model_of_spectrograms_is_refused(tmp_path: Path) -> None:

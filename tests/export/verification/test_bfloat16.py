@@ -36,18 +36,6 @@ from tests.export.stored_models import open_session, parse, run_session, with_da
 
 LEVELS = ["ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_ALL"]
 X = np.linspace(-2, 2, 21).astype(np.float32)[:, None]
-LOOP = """g (bfloat16[N] x, int64 turns, bool go) => (bfloat16[N] y, bfloat16[K,N] seen) {
-    y, seen = Loop (turns, go, x) <body = b (int64 i, bool c, bfloat16[N] h) => (bool d, bfloat16[N] k, bfloat16[N] out) {
-        d = Identity(c)  k = Mul(h, x)  out = Sub(k, x)
-    }>
-}"""
-BRANCHES = """g (bfloat16[N] x, bool flag) => (bfloat16[N] y) {
-    big = Mul(x, x)
-    y = If (flag) <
-        then_branch = a () => (bfloat16[N] t) { s = Mul(big, x)  t = Sub(s, x) },
-        else_branch = b () => (bfloat16[N] e) { e = Identity(x) }
-    >
-}"""
 # ONNX Runtime's CPU provider has no bfloat16 kernel for these.
 MOVING = """g (bfloat16[1,4,2,2] x) => (bfloat16[a,b,c,d] y) {
     p = Pad (x, sizes)  t = Tile (p, twice)  s = DepthToSpace <blocksize = 2> (t)  e = Expand (s, wide)
@@ -119,21 +107,6 @@ def test_an_infinity_a_nan_and_a_subnormal_round_as_numbers_do() -> None:
     x = np.array([np.inf, -np.inf, np.nan, 3.4e38, 1e-39, 1 + 2.0**-8, 1 + 3 * 2.0**-8], np.float32)
     (y,) = run(typed("g (bfloat16[N] x) => (bfloat16[N] y) { y = Abs (x) }"), x=x)
     assert np.array_equal(y, np.abs(half(x)).astype(np.float32), equal_nan=True)
-
-
-def test_bodies_of_loops_and_branches_round() -> None:
-    x = np.array([1.3, 7.7, 40.1], np.float32)
-    y, seen = run(typed(LOOP), x=x, turns=np.array(3), go=np.array(True))
-    state, wanted = half(x), []
-    for _ in range(3):
-        state = state * half(x)
-        wanted.append((state - half(x)).astype(np.float32))
-    assert np.array_equal(y, state.astype(np.float32))
-    assert np.array_equal(seen, wanted)
-    given, big = half(x), half(x) * half(x)
-    for flag, expected in ((True, big * given - given), (False, given)):
-        (y,) = run(typed(BRANCHES), x=x, flag=np.array(flag))
-        assert np.array_equal(y, expected.astype(np.float32))
 
 
 def test_what_moves_numbers_runs_without_kernels_for_bfloat16() -> None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from halfserve.export.certificate.certificate import BudgetExceeded
 from halfserve.export.certificate.verdicts import Risk
 from halfserve.export.half_module.to_half import to_half
+from halfserve.export.half_types import BF16, FP16, HalfType
 from halfserve.export.onnx_files.model_file import open_model, serialize
 from halfserve.export.to_onnx.export_onnx import export_onnx
 from halfserve.export.verification.executions import run_simulated
@@ -284,19 +286,29 @@ def test_a_gpu_computes_the_same(factory: Callable[[], nn.Module]) -> None:
     assert np.abs(output.astype(float) - on_gpu).max() <= 4 * 2.0**-11 * np.abs(on_gpu).max()
 
 
-def test_loop_bodies_round_in_every_iteration() -> None:
-    model = parse(LOOP, ir=10)
-    x = np.array([1.3, 7.7, 40.1], np.float16)
-    feeds = {"x": x, "turns": np.array(3), "go": np.array(True)}
-    y, seen = run_session(open_session(serialize(round_every_node(model)), "ORT_ENABLE_BASIC"), feeds).values()
-    state, wanted = x, []
+@pytest.mark.parametrize("half", [FP16, BF16], ids=str)
+def test_bodies_of_loops_and_branches_round(half: HalfType) -> None:
+    def ran(text: str, **feeds: Array) -> list[Array]:
+        model = parse(text.replace("float16", half.name), opset=22, ir=10)
+        session = open_session(serialize(round_every_node(model, half)), "ORT_ENABLE_BASIC")
+        return [np.asarray(answer, np.float32) for answer in run_session(session, feeds).values()]
+
+    kind = np.float16 if half is FP16 else ml_dtypes.bfloat16
+    x = np.array([1.3, 7.7, 40.1], np.float16 if half is FP16 else np.float32)
+    given = state = x.astype(kind)
+    wanted = []
     with np.errstate(over="ignore"):
         for _ in range(3):
-            state = state * x
-            wanted.append(state - x)
-    assert np.array_equal(y, state)
+            state = state * given
+            wanted.append((state - given).astype(np.float32))
+        big = given * given
+        expected = {True: big * given - given, False: big + given}
+    y, seen = ran(LOOP, x=x, turns=np.array(3), go=np.array(True))
+    assert np.array_equal(y, state.astype(np.float32))
     assert np.array_equal(seen, wanted)
-    assert np.isinf(y[2])
+    assert np.isinf(y[2]) == (half is FP16)
+    for flag, answer in expected.items():
+        assert np.array_equal(ran(BRANCHES, x=x, flag=np.array(flag))[0], answer.astype(np.float32))
 
 
 def test_functions_round_and_sequences_and_doubles_do_not() -> None:
@@ -346,18 +358,6 @@ def test_a_node_that_states_its_results_type_is_simulated(operator: str) -> None
     y = run(round_every_node(parse(text, opset=17, ir=8)), np.ones((3, 3), np.float16))
     assert (y.dtype, y.shape) == (np.float16, (3, 3))
     assert operator != "EyeLike" or np.array_equal(y, np.eye(3))
-
-
-def test_bodies_of_branches_round_too() -> None:
-    model = parse(BRANCHES, ir=10)
-    session = open_session(serialize(round_every_node(model)), "ORT_ENABLE_BASIC")
-    x = np.array([50.0, 3.3], np.float16)
-    with np.errstate(over="ignore"):
-        expected = {True: x * x * x - x, False: x * x + x}
-    for flag, wanted in expected.items():
-        (y,) = run_session(session, {"x": x, "flag": np.array(flag)}).values()
-        assert np.array_equal(y, wanted)
-    assert np.isinf(expected[True][0])
 
 
 def checked(text: str, *, products: bool = False) -> SumChecks:
