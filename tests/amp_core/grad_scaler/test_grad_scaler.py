@@ -16,21 +16,6 @@ from halfserve import GradScaler
 from tests.amp_core.grad_scaler.iteration import backward, iterate, model_and_optimizer, parameter_with, ready, train_step
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_it_says_whether_the_step_was_skipped(fused: bool) -> None:
-    model, optimizer = model_and_optimizer(fused=fused)
-    scaler = GradScaler("cpu")
-    assert not scaler.step_was_skipped
-    for overflow_in, skipped in (("0.weight", True), (None, False), ("1.bias", True)):
-        before = model.get_parameter("0.weight").detach().clone()
-        backward(scaler, model, overflow_in=overflow_in)
-        scaler.step(optimizer)
-        assert scaler.step_was_skipped is skipped
-        scaler.update()
-        assert scaler.step_was_skipped is skipped
-        assert torch.equal(before, model.get_parameter("0.weight")) is skipped
-
-
 def test_of_several_optimizers_it_says_whose_step_was_skipped() -> None:
     (model, optimizer), (other, other_optimizer) = model_and_optimizer(), model_and_optimizer()
     scaler = GradScaler("cpu")
