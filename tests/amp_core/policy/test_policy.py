@@ -237,7 +237,7 @@ MADE: Any = Policy  # called as no type checker allows
         (lambda: Policy.parse("cuda+fp32:softmx"), "no out-of-place operation 'softmx'; did you mean 'softmax'"),
         (lambda: MADE.parse(None), "expected a policy's string form, such as .*; got None"),
         *(
-            (lambda name=name: Policy().fp32(name), f"no out-of-place operation '{name}'{nearest}")  # type: ignore[misc]
+            (lambda name=name: Policy().fp32(name), f"no out-of-place operation '{name}'{nearest}")
             for name, nearest in {
                 "sofmax": "; did you mean 'softmax'",
                 "torch.softmax": "; did you mean 'softmax'",
