@@ -103,11 +103,6 @@ def test_tables_keep_words_whole_in_eighty_columns() -> None:
     assert broken_words(activity_table(snapshot_of([], [], 0.0), snapshot_of([busy], [], 1.0))) == []
 
 
-def test_a_model_that_failed_to_load_shows_why() -> None:
-    text = printed(models_table([FAILED | {"reason": "no such file"}]))
-    assert text.split("UNAVAILABLE")[1].split()[:3] == ["no", "such", "file"]
-
-
 def test_the_provider_comes_from_the_configuration() -> None:
     config = ModelConfig()
     assert provider_of(config) is None
