@@ -90,11 +90,6 @@ def test_counts_between_two_moments() -> None:
     assert share.compute_ms == pytest.approx(0.225)
 
 
-def test_counters_of_a_restarted_server_are_dropped() -> None:
-    before = ServerTotals(requests=10_000, rows=10_000, executions=10_000)
-    assert ServerTotals(requests=20_000, rows=20_000, executions=5_000).since(before) is None
-
-
 def test_versions_are_added_up() -> None:
     assert ServerTotals.of([statistics(1), statistics(2)]) == ServerTotals.of([statistics(3)])
 
