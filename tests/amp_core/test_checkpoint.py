@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from halfserve.amp_core.checkpoint import Checkpoint, CheckpointError, build_data, load_checkpoint, save_checkpoint
+from tests.amp_core.training.runs import same
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,14 +117,6 @@ def checkpoint(**changes: Any) -> Checkpoint:
     return Checkpoint(**(values | changes))
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return a.dtype is b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return bool(a == b)
-
-
 def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
     saved = checkpoint()
     save_checkpoint(tmp_path / "c.pt", saved)
@@ -168,20 +161,6 @@ def test_foreign_files_are_refused_in_one_line(tmp_path: Path, content: Any, mes
     with pytest.raises(CheckpointError, match=message) as error:
         load_checkpoint(tmp_path / "c.pt")
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("three", "has epoch as str, expected int"),
-        (True, "has epoch as bool, expected int"),
-        (-1, "has epoch -1, expected 0 or above"),
-    ],
-)
-def test_a_field_of_the_wrong_kind_is_named(tmp_path: Path, value: Any, message: str) -> None:
-    save_checkpoint(tmp_path / "c.pt", checkpoint(epoch=value))
-    with pytest.raises(CheckpointError, match=message):
-        load_checkpoint(tmp_path / "c.pt")
 
 
 @pytest.mark.parametrize(
