@@ -165,7 +165,3 @@ def test_an_idle_model_has_no_means() -> None:
     console.print(activity_table(look, look))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().split()[-8:] == ["m", "1", "0", "0", "0", "-", "-", "-"]
-
-
-def test_only_the_models_asked_for() -> None:
-    assert [name for name, _ in snapshot_of([statistics("a"), statistics("b")], ["b"], 0.0).models] == ["b"]

@@ -31,18 +31,6 @@ REFUSED = Overloaded("full", retry_after_s=0.5, repeat=Repeat.SAFE)
 LOST = ServerUnavailable("lost", repeat=Repeat.IF_IDEMPOTENT)
 
 
-def test_remaining_time_only_shrinks() -> None:
-    deadline = Deadline.after(50.0)
-    first, second = (deadline.remaining_s(method="ModelInfer", address="h:1") for _ in range(2))
-    assert first is not None
-    assert second is not None
-    assert 0 < second <= first <= 50
-
-
-def test_no_timeout_means_no_deadline() -> None:
-    assert Deadline.after(None).remaining_s(method="ModelInfer", address="h:1") is None
-
-
 def test_a_call_is_not_sent_when_nothing_is_left() -> None:
     # Less than grpc's own resolution, and than the time that the next line takes.
     deadline = Deadline.after(1e-9)
