@@ -161,6 +161,7 @@ def test_defect_9_endless_overflow_does_not_end_in_the_parameters(kind: Any) -> 
     for _ in range(200):
         iterate(scaler, optimizer, parameter, math.inf)
     assert scaler.get_scale() > 0.0
+    assert scaler.get_scale() == scaler.min_scale == 2.0**-14
     iterate(scaler, optimizer, parameter, 0.0)
     assert torch.isfinite(parameter).all()
 
