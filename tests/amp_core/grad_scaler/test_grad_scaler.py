@@ -82,12 +82,6 @@ def test_the_scale_keeps_within_its_limits() -> None:
     assert scales == [16.0, 16.0, 8.0, 4.0, 2.0, 2.0, 2.0, 4.0]
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (2.0, 1.0), (2.0**-127, 1.0), (1.0, math.inf), (math.nan, 1.0)])
-def test_impossible_limits_are_refused(low: float, high: float) -> None:
-    with pytest.raises(ValueError, match=r"expected 2\*\*-126 <= min_scale <= max_scale <= 2\*\*127"):
-        GradScaler("cpu", init_scale=1.0, min_scale=low, max_scale=high)
-
-
 def test_outputs_may_be_nested() -> None:
     scaler = GradScaler("cpu", init_scale=4.0)
     one = torch.ones(())
@@ -241,10 +235,27 @@ def test_a_foreign_state_is_refused_and_nothing_changes(state: Any, error: type[
     assert scaler.state_dict() == before
 
 
-@pytest.mark.parametrize("device", ["gpu", "", "cuda0", 3.5, "float16"])
-def test_a_wrong_device_type_is_refused(device: Any) -> None:
-    with pytest.raises(ValueError, match="device must be the name of a device type, such as 'cuda' or 'cpu', got"):
-        GradScaler(device)
+REFUSED: dict[str, tuple[list[Any], str]] = {
+    "device": (["gpu", "", "cuda0", 3.5, "float16"], "must be the name of a device type, such as 'cuda' or 'cpu', got"),
+    "hysteresis": ([0, -1, 1.5, True, "2"], "must be an integer >= 1, got"),
+    "history_size": ([-1, 1.5, None], "must be an integer >= 0, got"),
+    "on_min_scale": (["ignore", "", None, True], "must be 'warn', 'raise' or 'stop', got"),
+    "reduce_found_inf": (["max"], "must be a function of a tensor, or None, got 'max'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_impossible_setting_is_refused(name: str) -> None:
+    values, message = REFUSED[name]
+    for value in values:
+        with pytest.raises(ValueError, match=f"{name} {message}"):
+            GradScaler(**{"device": "cpu", name: value})
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (2.0, 1.0), (2.0**-127, 1.0), (1.0, math.inf), (math.nan, 1.0)])
+def test_impossible_limits_are_refused(low: float, high: float) -> None:
+    with pytest.raises(ValueError, match=r"expected 2\*\*-126 <= min_scale <= max_scale <= 2\*\*127"):
+        GradScaler("cpu", init_scale=1.0, min_scale=low, max_scale=high)
 
 
 def test_a_device_stands_for_its_type() -> None:
