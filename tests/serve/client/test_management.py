@@ -126,12 +126,15 @@ def test_trace_settings_are_lists_of_texts() -> None:
     assert drive(management.trace_settings("", {}), [answer])[1] == {"trace_rate": ["9"]}
 
 
+NO_SETTINGS: list[Any] = [-1, 2**32, 0.5, None]
+
+
 @pytest.mark.parametrize(
     ("exchange", "text"),
     [
         *(
             (management.log_settings({"a": value}), "log setting 'a' must be a bool, a whole number of 0 or more, or text, not")
-            for value in (-1, 2**32, 0.5, None)
+            for value in NO_SETTINGS
         ),
         (management.log_settings({"a": "\udcff"}), "setting 'a' must be text that UTF-8 can encode, not"),
         (management.trace_settings("m", {"a": ["b", "\udcff"]}), "setting 'a' must be text that UTF-8 can encode, not"),
