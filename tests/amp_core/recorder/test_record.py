@@ -117,7 +117,7 @@ GOOD = record_of([entry(elements=1, largest=1.0, smallest=1.0)]).to_dict()
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        *((values, "not a record: expected a dict") for values in (None, [], "record", {})),
+        *((values, "not a record: expected a dict") for values in list[Any]((None, [], "record", {}))),
         (GOOD | {"format": "else"}, "not a record: expected a dict whose 'format' is 'halfserve.record'"),
         (GOOD | {"version": 2}, "the record has version 2; this halfserve reads 1"),
         (GOOD | {"steps": -1}, "expected a whole number of 'steps'"),
