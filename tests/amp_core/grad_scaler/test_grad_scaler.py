@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from halfserve import GradScaler
+from halfserve.amp_core.grad_scaler.outcomes import ScaleRecord
 from tests.amp_core.grad_scaler.iteration import backward, iterate, model_and_optimizer, parameter_with, ready, train_step
 
 
@@ -291,10 +292,14 @@ def test_states_are_exchangeable_both_ways() -> None:
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])  # noqa: S301  (its own)
 def test_a_copy_goes_on_where_the_original_is(duplicate: Callable[[GradScaler], GradScaler]) -> None:
-    scaler = GradScaler("cpu", 8.0, growth_interval=2)
-    scaler.scale(torch.ones(()))
-    scaler.update(4.0)
-    assert duplicate(scaler).state_dict() == scaler.state_dict()
+    parameter, optimizer = parameter_with([0.0])
+    scaler = ready(init_scale=8.0, growth_interval=2)
+    iterate(scaler, optimizer, parameter, math.inf)
+    twin = duplicate(scaler)
+    assert twin.state_dict() == scaler.state_dict()
+    twin.scale(torch.ones(()))
+    iterate(twin, optimizer, parameter, 1.0)
+    assert twin.history == [*scaler.history, ScaleRecord(step=2, scale=4.0, skipped=False)]
 
 
 def test_the_names_that_frameworks_reach_for_are_there() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
@@ -52,17 +51,6 @@ def test_it_keeps_the_last_iterations(size: int, kept: list[int]) -> None:
     for _ in range(5):
         iterate(scaler, optimizer, parameter, 1.0)
     assert [record.step for record in scaler.history] == kept
-
-
-def test_a_copy_goes_on_with_it() -> None:
-    parameter, optimizer = parameter_with([0.0])
-    scaler = ready()
-    iterate(scaler, optimizer, parameter, math.inf)
-    twin = copy.deepcopy(scaler)
-    twin.scale(torch.ones(()))
-    iterate(twin, optimizer, parameter, 1.0)
-    assert twin.history[:1] == scaler.history
-    assert twin.history[1] == ScaleRecord(step=2, scale=2.0**15, skipped=False)
 
 
 def test_what_only_the_device_knows_is_read_when_asked_for() -> None:
