@@ -32,7 +32,6 @@ class Run:
         self.raw = plain.optimizer_of(self.net, fused=fused)
         self.scheduler = plain.scheduler_of(self.raw)
         self.model, self.optimizer = self.fabric.setup(self.net, self.raw)
-        self.skipped: list[int] = []
 
     def train(
         self, order: range = range(plain.BATCHES), *, accumulate: int = 1, clip_value: float | None = None
@@ -45,9 +44,7 @@ class Run:
                 self.fabric.clip_gradients(self.model, self.optimizer, clip_val=clip_value)
             self.fabric.clip_gradients(self.model, self.optimizer, max_norm=plain.CLIP, error_if_nonfinite=False)
             self.optimizer.step()
-            if self.plugin.scaler and self.plugin.scaler.step_was_skipped:
-                self.skipped.append(index)
-            else:
+            if not (self.plugin.scaler and self.plugin.scaler.step_was_skipped):
                 self.scheduler.step()
             self.optimizer.zero_grad()
         return plain.result(self.net, self.plugin.state_dict(), self.raw)
@@ -64,12 +61,6 @@ def test_it_trains_as_the_plain_loop(device: str, accumulate: int, fused: bool) 
     plain.assert_same(
         run.train(accumulate=accumulate), plain.plain_loop(policy="cuda", accumulate=accumulate, fused=fused, device=device)
     )
-
-
-def test_it_tells_which_steps_were_skipped() -> None:
-    run = Run(plugin_for_test())
-    run.train()
-    assert run.skipped == list(plain.OVERFLOWS)
 
 
 def test_gradients_may_be_clipped_twice() -> None:

@@ -162,15 +162,6 @@ def test_a_torn_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         assert world == World()
 
 
-def test_alone_nothing_is_shared() -> None:
-    world, value = World(), torch.ones(2)
-    assert world.is_first
-    assert world.fails_first()
-    assert world.mean(value) is world.sum(value) is value
-    assert world.gather(3) == [3]
-    assert world.from_first("x") == "x"
-
-
 def test_no_gpu_to_take() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")

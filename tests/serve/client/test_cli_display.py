@@ -161,7 +161,4 @@ def test_an_idle_model_has_no_means() -> None:
     look = snapshot_of([statistics(requests=4, rows=4)], [], 1.0)
     row = activity_json(look, look)["models"][0]
     assert (row["mean_batch"], row["queue_ms"], row["requests_per_s"]) == (None, None, 0.0)
-    console = Console(file=io.StringIO(), width=120)
-    console.print(activity_table(look, look))
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().split()[-8:] == ["m", "1", "0", "0", "0", "-", "-", "-"]
+    assert printed(activity_table(look, look)).split()[-8:] == ["m", "1", "0", "0", "0", "-", "-", "-"]
