@@ -51,11 +51,10 @@ def read_map() -> dict[str, MappedFolder]:
 
 
 MAP = read_map()
-OPENVINO_ROOM = "serve/backends/openvino"
-RAY = "serve/fleet/launch/ray_"  # start of the names of its modules
+# Starts of the names of the only modules of serve that import a package; none is imported before a model or a cluster needs it.
+HOMES = {"ray": "serve/fleet/launch/ray_", "openvino": "serve/backends/openvino", "torch": "serve/backends/torch_"}
 # They import packages of the backends in a child process.
 CHILDREN = {ROOT / "serve/backends/onnx_runtime/probe_child.py", ROOT / "serve/doctor/examination.py"}
-TORCH_BACKEND = "serve/backends"  # there in files named torch_*, which nothing imports before a torch program is served
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -159,9 +158,11 @@ def test_contracts_and_files_need_protobuf_and_numpy_alone() -> None:
     assert {name for name in outside - ours if name not in sys.stdlib_module_names} == set()
 
 
-def test_ray_is_needed_by_few_modules_only() -> None:
+@pytest.mark.parametrize(("package", "homes"), HOMES.items())
+def test_a_package_is_needed_by_few_modules_only(package: str, homes: str) -> None:
     for path in files("serve"):
-        assert str(path).startswith(str(ROOT / RAY)) or not any(under(m, {"ray"}) for m in imported(path)), path
+        at_home = str(path).startswith(str(ROOT / homes)) or path in CHILDREN
+        assert at_home or not any(under(m, {package}) for m in imported(path)), path
 
 
 def test_the_supervisor_imports_the_standard_library_alone() -> None:
@@ -172,19 +173,6 @@ def test_the_supervisor_imports_the_standard_library_alone() -> None:
         found |= {target for module in known for target in arrows()[module]}
     outside = {module.split(".")[0] for name in known for module in imported(MODULES[name])} - {"serve", "halfserve", "protos"}
     assert {name for name in outside if name not in sys.stdlib_module_names} == set()
-
-
-def test_openvino_is_needed_by_one_room_only() -> None:
-    """Nothing imports that room before a model needs it; crash probe and `halfserve doctor` import the package in a child."""
-    for path in files("serve"):
-        allowed = path.is_relative_to(ROOT / OPENVINO_ROOM) or path in CHILDREN
-        assert allowed or not any(under(m, {"openvino"}) for m in imported(path)), path
-
-
-def test_torch_stays_in_its_backend() -> None:
-    for path in files(TORCH_BACKEND):
-        allowed = path.parent == ROOT / TORCH_BACKEND and path.name.startswith("torch_")
-        assert allowed or not any(under(m, {"torch"}) for m in imported(path)), path
 
 
 def first_cycle(leads: dict[str, set[str]]) -> str:

@@ -89,10 +89,6 @@ def reader() -> nn.Module:
     return Reader()
 
 
-def together() -> nn.Module:
-    return Together()
-
-
 def padded() -> nn.Module:
     return Padded()
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import resource
+import sys
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -14,24 +15,15 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from halfserve.amp_core.checkpoint import Checkpoint, CheckpointError, build_data, load_checkpoint, save_checkpoint
+from tests.amp_core.training.runs import same
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
-
-HERE = "tests.amp_core.test_checkpoint"
 
 
 def linear() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-
-
-def other() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
-
-
-def no_model() -> int:
-    return 3
 
 
 def pairs() -> tuple[TensorDataset, TensorDataset]:
@@ -46,34 +38,6 @@ class Numbers(IterableDataset[float]):
         return 2
 
 
-def streamed_training() -> tuple[Numbers, TensorDataset]:
-    return Numbers(), pairs()[1]
-
-
-def streamed_held_out() -> tuple[TensorDataset, Numbers]:
-    return pairs()[0], Numbers()
-
-
-def not_a_pair() -> TensorDataset:
-    return pairs()[0]
-
-
-def three() -> tuple[TensorDataset, ...]:
-    return (*pairs(), pairs()[1])
-
-
-def empty_training() -> tuple[TensorDataset, TensorDataset]:
-    return TensorDataset(torch.ones(0, 2), torch.ones(0)), pairs()[1]
-
-
-def empty() -> tuple[TensorDataset, TensorDataset]:
-    return pairs()[0], TensorDataset(torch.ones(0, 2), torch.ones(0))
-
-
-def a_list() -> tuple[list[float], TensorDataset]:
-    return [1.0], pairs()[1]
-
-
 class Endless(Dataset[float]):
     def __getitem__(self, index: int) -> float:
         return float(index)
@@ -84,22 +48,25 @@ class Unsized(Endless):
         raise NotImplementedError("ask the database\nfor it")
 
 
-def unsized() -> tuple[Unsized, TensorDataset]:
-    return Unsized(), pairs()[1]
+TRAINING, HELD_OUT = pairs()
+EMPTY = TensorDataset(torch.ones(0, 2), torch.ones(0))
 
 
-def lengthless() -> tuple[Endless, TensorDataset]:
-    return Endless(), pairs()[1]
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
+    """How users name a factory that returns a value."""
 
+    def name_of(value: Any) -> str:
+        monkeypatch.setattr(sys.modules[__name__], "made", lambda: value, raising=False)
+        return f"{__name__}:made"
 
-def lengthless_held_out() -> tuple[TensorDataset, Endless]:
-    return pairs()[0], Endless()
+    return name_of
 
 
 def checkpoint(**changes: Any) -> Checkpoint:
     values: dict[str, Any] = {
-        "model": f"{HERE}:linear",
-        "data": f"{HERE}:pairs",
+        "model": f"{__name__}:linear",
+        "data": f"{__name__}:pairs",
         "weights": linear().state_dict(),
         "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]},
         "scheduler": {"last_epoch": 3, "lr_lambdas": [None]},
@@ -114,14 +81,6 @@ def checkpoint(**changes: Any) -> Checkpoint:
         "settings": {"seed": 1},
     }
     return Checkpoint(**(values | changes))
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return a.dtype is b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return bool(a == b)
 
 
 def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
@@ -168,20 +127,6 @@ def test_foreign_files_are_refused_in_one_line(tmp_path: Path, content: Any, mes
     with pytest.raises(CheckpointError, match=message) as error:
         load_checkpoint(tmp_path / "c.pt")
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("three", "has epoch as str, expected int"),
-        (True, "has epoch as bool, expected int"),
-        (-1, "has epoch -1, expected 0 or above"),
-    ],
-)
-def test_a_field_of_the_wrong_kind_is_named(tmp_path: Path, value: Any, message: str) -> None:
-    save_checkpoint(tmp_path / "c.pt", checkpoint(epoch=value))
-    with pytest.raises(CheckpointError, match=message):
-        load_checkpoint(tmp_path / "c.pt")
 
 
 @pytest.mark.parametrize(
@@ -268,40 +213,48 @@ def test_a_full_disk_is_one_line_wherever_it_ends(tmp_path: Path, room_bytes: in
     assert load_checkpoint(tmp_path / "c.pt").step == 1
 
 
-def test_a_model_that_the_weights_do_not_fit() -> None:
+def test_a_model_that_the_weights_do_not_fit(named: Callable[[Any], str]) -> None:
+    wider = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
     with pytest.raises(
-        CheckpointError, match="the weights do not fit the model that '.*:other' builds: size mismatch for 0.weight"
+        CheckpointError, match="the weights do not fit the model that '.*:made' builds: size mismatch for 0.weight"
     ) as error:
-        checkpoint(model=f"{HERE}:other").build_model()
+        checkpoint(model=named(wider)).build_model()
     assert "\n" not in str(error.value)
     with pytest.raises(CheckpointError, match="returned a int; expected a torch.nn.Module"):
-        checkpoint(model=f"{HERE}:no_model").build_model()
+        checkpoint(model=named(3)).build_model()
 
 
 @pytest.mark.parametrize(
-    ("factory", "message"),
+    ("returned", "message"),
     [
-        ("not_a_pair", "returned a TensorDataset; expected a pair of torch data sets"),
-        ("a_list", r"returned a tuple of \(list, TensorDataset\); expected a pair of torch data sets"),
-        ("no_model", "returned a int; expected a pair of torch data sets"),
-        ("three", "returned a tuple of .TensorDataset, TensorDataset, TensorDataset.; expected a pair of torch data sets"),
-        ("empty_training", "the training set that '.*' returned has no items"),
-        ("empty", "the held-out set that '.*' returned has no items; expected at least one"),
-        ("lengthless", "the training set that '.*' returned has no length; expected a data set with __len__, or an IterableD"),
-        ("unsized", "'.*' returned does not say its length: len\\(\\) raised NotImplementedError: ask the database$"),
-        ("lengthless_held_out", "the held-out set that '.*' returned has no length; expected a data set with __len__$"),
+        (TRAINING, "returned a TensorDataset; expected a pair of torch data sets"),
+        (([1.0], HELD_OUT), r"returned a tuple of \(list, TensorDataset\); expected a pair of torch data sets"),
+        (3, "returned a int; expected a pair of torch data sets"),
         (
-            "streamed_held_out",
-            "the held-out set .* is an IterableDataset; expected one with a length, whose items can be indexed",
+            (TRAINING, HELD_OUT, HELD_OUT),
+            "returned a tuple of .TensorDataset, TensorDataset, TensorDataset.; expected a pair",
         ),
+        ((EMPTY, HELD_OUT), "the training set that '.*' returned has no items"),
+        ((TRAINING, EMPTY), "the held-out set that '.*' returned has no items; expected at least one"),
+        (
+            (Endless(), HELD_OUT),
+            "the training set that '.*' returned has no length; expected a data set with __len__, or an I",
+        ),
+        (
+            (Unsized(), HELD_OUT),
+            "returned does not say its length: len\\(\\) raised NotImplementedError: ask the database$",
+        ),
+        ((TRAINING, Endless()), "the held-out set that '.*' returned has no length; expected a data set with __len__$"),
+        ((TRAINING, Numbers()), "the held-out set .* is an IterableDataset; expected one with a length, whose items can be"),
     ],
 )
-def test_data_that_is_no_pair_of_data_sets(factory: str, message: str) -> None:
+def test_data_that_is_no_pair_of_data_sets(named: Callable[[Any], str], returned: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        build_data(f"{HERE}:{factory}")
+        build_data(named(returned))
 
 
-def test_streams_can_be_trained_on_and_where_allowed_evaluated_on() -> None:
-    assert isinstance(build_data(f"{HERE}:streamed_training")[0], Numbers)
-    assert isinstance(build_data(f"{HERE}:streamed_held_out", held_out_indexable=False)[1], Numbers)
-    assert isinstance(checkpoint(data=f"{HERE}:streamed_training").build_data()[0], Numbers)
+def test_streams_can_be_trained_on_and_where_allowed_evaluated_on(named: Callable[[Any], str]) -> None:
+    streamed = named((Numbers(), HELD_OUT))
+    assert isinstance(build_data(streamed)[0], Numbers)
+    assert isinstance(checkpoint(data=streamed).build_data()[0], Numbers)
+    assert isinstance(build_data(named((TRAINING, Numbers())), held_out_indexable=False)[1], Numbers)

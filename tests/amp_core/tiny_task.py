@@ -46,10 +46,6 @@ def wrong_width() -> nn.Module:
     return nn.Linear(5, 2)
 
 
-def without_parameters() -> nn.Module:
-    return nn.ReLU()
-
-
 def halved() -> nn.Module:
     return model().half()
 
@@ -68,10 +64,6 @@ class Overflowing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
         return y * 64.0
-
-
-def overflowing() -> nn.Module:
-    return Overflowing()
 
 
 def plain() -> nn.Module:
@@ -104,10 +96,6 @@ class Counting(nn.Module):
         self.calls = state["calls"]
 
 
-def counting() -> nn.Module:
-    return Counting()
-
-
 class Announcing(nn.Module):
     """Draws from every generator, and tells the pipe that ANNOUNCE names of each forward pass in training."""
 
@@ -126,10 +114,6 @@ class Announcing(nn.Module):
             x = x * (1 + 0.1 * random.random()) + 0.1 * float(np.random.rand())  # noqa: NPY002, S311  (what models use)
         y: Tensor = self.inner(x)
         return y
-
-
-def announcing() -> nn.Module:
-    return Announcing()
 
 
 def announcing_bulky() -> nn.Module:
@@ -153,10 +137,6 @@ class Divide(nn.Module):
         return x / (x - x)
 
 
-def lost_in_the_middle() -> nn.Module:
-    return LostInTheMiddle()
-
-
 class Squares(nn.Module):
     """Overflows float16 in forward, and float32 not."""
 
@@ -172,10 +152,6 @@ class Squares(nn.Module):
 class Times1e6(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * 1e6
-
-
-def too_large_for_float16() -> nn.Module:
-    return Squares()
 
 
 def root_loss(outputs: Tensor, _: Tensor) -> Tensor:

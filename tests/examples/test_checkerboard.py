@@ -138,10 +138,6 @@ def test_the_grid_gives_x_along_the_row_and_y_down_the_column() -> None:
     assert grid[0, 1].T.tolist() == [along] * 5
 
 
-def test_a_small_board() -> None:
-    assert checkerboard(4, 2)[0, 0].tolist() == [[0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]
-
-
 @given(st.integers(1, 12), st.integers(1, 5))
 def test_every_field_differs_from_its_neighbours(squares: int, pixels: int) -> None:
     board = checkerboard(squares * pixels, squares)[0, 0]

@@ -58,15 +58,6 @@ def test_softmax_is_the_exact_one_rounded_to_float16(row: list[float]) -> None:
 
 @untimed
 @given(rows)
-def test_probabilities_add_up_to_one(row: list[float]) -> None:
-    result = stable.softmax(tensor(row)).double()
-    assert ((result >= 0) & (result <= 1)).all()
-    # Each is rounded by at most 2^-11 of itself, or by 2^-25 near 0.
-    assert result.sum().item() == pytest.approx(1, abs=2**-11 + len(row) * 2**-25 + 1e-6)
-
-
-@untimed
-@given(rows)
 def test_log_softmax_is_the_exact_one_rounded_to_float16(row: list[float]) -> None:
     logits = tensor(row)
     result, exact = stable.log_softmax(logits).double(), torch.log_softmax(logits.double(), 1)
@@ -78,21 +69,13 @@ def test_log_softmax_is_the_exact_one_rounded_to_float16(row: list[float]) -> No
 
 
 @untimed
-@given(st.lists(st.integers(-512, 512).map(lambda quarter: quarter / 4), min_size=1, max_size=40), st.integers(-512, 512))
-def test_a_shift_of_all_logits_changes_no_bit(row: list[float], quarters: int) -> None:
-    logits = tensor(row)  # quarters up to 256 are exact in float16
-    shifted = logits + quarters / 4
-    assert torch.equal(stable.softmax(shifted), stable.softmax(logits))
-    assert torch.equal(stable.log_softmax(shifted), stable.log_softmax(logits))
-
-
-@untimed
 @given(st.lists(finite, min_size=1, max_size=10), finite)
-def test_so_does_any_shift_that_is_exact(row: list[float], shift: float) -> None:
+def test_an_exact_shift_of_all_logits_changes_no_bit(row: list[float], shift: float) -> None:
     logits = tensor(row)
     shifted = logits + shift
     assume(torch.equal(shifted.double(), logits.double() + shift))
     assert torch.equal(stable.softmax(shifted), stable.softmax(logits))
+    assert torch.equal(stable.log_softmax(shifted), stable.log_softmax(logits))
 
 
 @untimed
@@ -145,18 +128,6 @@ def test_gradients_are_those_of_the_formula(function: object) -> None:
     assert torch.autograd.gradcheck(finite_part, logits)
 
 
-def test_a_row_without_any_allowed_entry_is_zero_and_has_no_gradient() -> None:
-    logits = torch.ones(2, 3, dtype=torch.float16, requires_grad=True)
-    mask = torch.tensor([[True], [False]]).expand(2, 3)
-    result = stable.softmax(logits, mask=mask)
-    assert result[1].tolist() == [0, 0, 0]
-    assert stable.log_softmax(logits, mask=mask)[1].tolist() == [-math.inf] * 3
-    result[:, 0].sum().backward()  # type: ignore[no-untyped-call]
-    assert logits.grad is not None
-    assert logits.grad[0].abs().sum() > 0
-    assert logits.grad[1].tolist() == [0, 0, 0]
-
-
 def test_logits_of_minus_infinity_are_masked_ones() -> None:
     logits = torch.tensor([[1.0, -math.inf, 2.0], [-math.inf] * 3]).half()
     mask = logits != -math.inf
@@ -169,13 +140,6 @@ def test_an_overflow_before_is_not_hidden(bad: float) -> None:
     for function in (stable.softmax, stable.log_softmax):
         assert function(logits)[0].isnan().all()
         assert function(logits)[1].isfinite().all()
-
-
-def test_more_equal_logits_than_float16_can_count_are_right_in_float32_only() -> None:
-    logits = torch.full((1, 100_000), 3.0).half()
-    exact = torch.full((1, 100_000), 1e-5, dtype=torch.float64)
-    assert error_in_units(stable.softmax(logits), exact) < 0.5
-    assert stable.softmax(logits, compute=torch.float16).max() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

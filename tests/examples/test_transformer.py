@@ -143,13 +143,6 @@ def test_accuracy_counts_places_with_a_digit() -> None:
     assert accuracy(Zero(), held_out) == pytest.approx(zeros.item())
 
 
-@pytest.mark.long
-def test_it_is_exported_with_a_dynamic_batch(sorter: Sorter, tokens: Tensor) -> None:
-    half = sorter.half()
-    program = torch.export.export(half, (tokens[:2],), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    torch.testing.assert_close(program.module()(tokens), half(tokens))
-
-
 Runs = tuple[Path, dict[str, Any]]
 
 

@@ -191,6 +191,11 @@ def test_bodies_without_end_are_refused() -> None:
         outlined(length_delimited(7, len(content)) + content, 0)
 
 
+@given(number=st.integers(0, 2**63 - 1))
+def test_numbers_are_written_as_protobuf_writes_them(number: int) -> None:
+    assert ModelProto(ir_version=number).SerializeToString() == b"\x08" + encoded_varint(number)
+
+
 CONTENT = bytes(range(251)) * 1000
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -14,62 +14,19 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from halfserve import autocast
 from halfserve.amp_core.autocast.policy_state import policies_in_force
+from tests.amp_core.autocast.conftest import product
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 
 
-def product() -> torch.dtype:
-    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-
-
-@pytest.fixture(autouse=True)
-def outside_any_region() -> Iterator[None]:
-    yield
-    assert product() is FULL
-    assert torch.is_autocast_cache_enabled()
-
-
-def test_defaults_are_the_device_in_use_and_its_dtype() -> None:
-    region = autocast()
-    with region:
+def test_defaults_are_the_device_in_use_and_the_dtype_in_force() -> None:
+    with autocast():
         assert product() is (BRAIN if not torch.accelerator.is_available() else FULL)
-
-
-def test_nesting_switching_off_and_another_dtype() -> None:
-    with autocast("cpu", HALF):
+    with autocast("cpu", HALF), autocast("cpu"):
         assert product() is HALF
-        with autocast("cpu", FULL, enabled=False):
-            assert product() is FULL
-            with autocast("cpu", BRAIN):
-                assert product() is BRAIN
-        with autocast("cpu"):
-            assert product() is HALF  # the dtype in force is the default
-        assert product() is HALF
-
-
-def test_an_exception_leaves_the_region() -> None:
-    with pytest.raises(ZeroDivisionError), autocast("cpu", HALF):
-        raise ZeroDivisionError
-
-
-def test_torchs_own_regions_nest_with_ours() -> None:
-    with autocast("cpu", HALF):
-        with torch.autocast("cpu", dtype=BRAIN):
-            assert product() is BRAIN
-        assert product() is HALF
-    with torch.autocast("cpu", dtype=HALF):
-        with autocast("cpu", BRAIN):
-            assert product() is BRAIN
-        assert product() is HALF
-
-
-def test_state_is_the_threads_own() -> None:
-    with autocast("cpu", HALF), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(product).result() is FULL
 
 
 def test_a_region_left_out_of_order_is_taken_out_from_under_the_others() -> None:
@@ -129,41 +86,6 @@ def test_coroutines_are_in_the_region_only_while_they_run() -> None:
         return list(await asyncio.gather(work(5), others(5), work(5)))
 
     assert asyncio.run(both()) == [{HALF}, {FULL}, {HALF}]
-
-
-def test_asynchronous_generators() -> None:
-    closed_in: list[torch.dtype] = []
-
-    @autocast("cpu", HALF)
-    async def generate() -> AsyncIterator[torch.dtype]:
-        try:
-            for _ in range(3):
-                await asyncio.sleep(0)
-                yield product()
-        finally:
-            closed_in.append(product())
-
-    async def collect() -> list[tuple[torch.dtype, torch.dtype]]:
-        return [(dtype, product()) async for dtype in generate()]
-
-    assert asyncio.run(collect()) == [(HALF, FULL)] * 3
-    assert closed_in == [HALF]
-
-
-def test_activation_checkpointing_recomputes_in_the_same_dtypes() -> None:
-    seen: list[torch.dtype] = []
-    layer = nn.Linear(4, 4)
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = layer(x)
-        seen.append(y.dtype)
-        return y * y
-
-    x = torch.ones(2, 4, requires_grad=True)
-    with autocast("cpu", HALF):
-        y = checkpoint(block, x, use_reentrant=False)
-    torch.autograd.backward(y.sum())
-    assert seen == [HALF, HALF]
 
 
 def test_decorating_what_cannot_be_called() -> None:

@@ -46,13 +46,26 @@ def dtypes(results: Any) -> list[torch.dtype]:
     return [result.dtype for result in results]
 
 
-@pytest.mark.parametrize("policy", [None, "native", Policy()])
-def test_a_region_without_a_policy_compiles_in_one_graph(policy: Any) -> None:
-    def block(x: Tensor) -> tuple[Tensor, Tensor]:
-        with autocast("cpu", HALF, policy=policy):
-            return product_and_softmax(x)
+def batched_product(x: Tensor) -> tuple[Tensor]:
+    return (torch.einsum("ij,jk->ik", x, x.T),)
 
-    assert dtypes(compiled(block, fullgraph=True)(X)) == dtypes(block(X)) == [HALF, HALF]
+
+@pytest.mark.parametrize(
+    ("policy", "function", "expected"),
+    [
+        *((policy, product_and_softmax, [HALF, HALF]) for policy in (None, "native", Policy())),
+        (Policy.cuda().fp32("matmul", "mm"), product_and_softmax, [FULL, FULL]),
+        ("native+fp32:bmm", batched_product, [FULL]),  # a part of a composite operation
+    ],
+)
+def test_a_region_compiles_in_one_graph(
+    policy: Any, function: Callable[[Tensor], tuple[Tensor, ...]], expected: list[torch.dtype]
+) -> None:
+    def block(x: Tensor) -> tuple[Tensor, ...]:
+        with autocast("cpu", HALF, policy=policy):
+            return function(x)
+
+    assert dtypes(compiled(block, fullgraph=True)(X)) == dtypes(block(X)) == expected
 
 
 @pytest.mark.parametrize(("policy", "softmax"), [(None, HALF), ("cuda", FULL)])
@@ -106,25 +119,6 @@ def test_an_instance_made_outside_breaks_the_graph_and_nothing_else(policy: str 
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="Unsupported context manager"):
         compiled(block, fullgraph=True)(X)
-
-
-def test_a_policy_made_outside_is_part_of_the_graph() -> None:
-    policy = Policy.cuda().fp32("matmul", "mm")
-
-    def block(x: Tensor) -> tuple[Tensor, Tensor]:
-        with autocast("cpu", HALF, policy=policy):
-            return product_and_softmax(x)
-
-    assert dtypes(compiled(block, fullgraph=True)(X)) == dtypes(block(X)) == [FULL, FULL]
-
-
-def test_a_policy_reaches_what_a_composite_operation_is_made_of() -> None:
-    def block(x: Tensor) -> Tensor:
-        with autocast("cpu", HALF, policy="native+fp32:bmm"):
-            return torch.einsum("bij,bjk->bik", x, x)
-
-    x = torch.ones(2, 4, 4, dtype=HALF)
-    assert dtypes([compiled(block, fullgraph=True)(x)]) == dtypes([block(x)])
 
 
 def test_values_and_gradients_of_a_compiled_policy_equal_the_eager_ones() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,12 +16,6 @@ from halfserve import autocast, custom_bwd, custom_fwd
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 CAST_INPUTS = pytest.mark.parametrize("cast_inputs", [None, FULL, HALF, BRAIN], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def outside_any_region() -> Iterator[None]:
-    yield
-    assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == (False, BRAIN)
 
 
 class Seen:

@@ -7,7 +7,6 @@ import copy
 import functools
 import inspect
 import pickle
-import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,19 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from halfserve import autocast
+from tests.amp_core.autocast.conftest import product
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
-
-
-def product() -> torch.dtype:
-    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-
-
-@pytest.fixture(autouse=True)
-def outside_any_region() -> Iterator[None]:
-    yield
-    assert product() is FULL
-    assert torch.get_autocast_dtype("cpu") is BRAIN
 
 
 class Methods:
@@ -106,47 +95,6 @@ def test_callables_that_are_no_functions() -> None:
     assert region(functools.partial(layer, x))().dtype is HALF
     assert region(torch.mm)(x, x.T).dtype is HALF
     assert region(lambda: product())() is HALF  # noqa: PLW0108  (a lambda is what is tested)
-
-
-def test_an_exception_passes_through_with_the_state_as_before() -> None:
-    @autocast("cpu", HALF)
-    def fails(depth: int) -> None:
-        if depth:
-            fails(depth - 1)
-        raise KeyError(depth)
-
-    with autocast("cpu", BRAIN):
-        with pytest.raises(KeyError, match="0"):
-            fails(5)
-        assert product() is BRAIN
-
-
-def test_recursion_through_other_regions() -> None:
-    @autocast("cpu", HALF)
-    def outer(depth: int) -> list[torch.dtype]:
-        with autocast("cpu", BRAIN):
-            below = outer(depth - 1) if depth else []
-            inside = product()
-        return [product(), inside, *below]
-
-    assert outer(3) == [HALF, BRAIN] * 4
-
-
-def test_many_threads_in_one_decorated_function() -> None:
-    start = threading.Barrier(8, timeout=60)
-    region = autocast("cpu", HALF, policy="cuda")
-
-    @region
-    def inside(depth: int) -> set[torch.dtype]:
-        found = {product(), torch.ones(2, dtype=HALF).softmax(0).dtype}
-        return found | inside(depth - 1) if depth else found
-
-    def run(_: int) -> tuple[set[torch.dtype], torch.dtype]:
-        start.wait()
-        return set().union(*(inside(5) for _ in range(20))), product()
-
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(run, range(8))) == [({HALF, FULL}, FULL)] * 8
 
 
 def test_a_decorated_module_can_be_copied_and_pickled() -> None:
@@ -239,13 +187,14 @@ def test_an_asynchronous_generator_takes_values_exceptions_and_its_end() -> None
             events.append(product())
 
     async def consume() -> list[torch.dtype]:
+        assert [(dtype, product()) async for dtype in generate()] == [(HALF, FULL)] * 2
         generator = generate()
         seen = [await anext(generator), await generator.asend("sent"), await generator.athrow(KeyError()), product()]
         await generator.aclose()
         return seen
 
     assert asyncio.run(consume()) == [HALF, HALF, HALF, FULL]
-    assert events == ["sent", HALF]
+    assert events == [None, HALF, "sent", HALF]
 
 
 def test_a_cancelled_coroutine_leaves_its_region() -> None:

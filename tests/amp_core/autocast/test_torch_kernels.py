@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from halfserve import autocast
+from tests.amp_core.autocast.conftest import product
 
 # Each test runs with both classes; torch's must fail it, which `xfail_strict` holds us to.
 
@@ -23,22 +24,6 @@ HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LOW = (HALF, BRAIN)
 has_defect = pytest.mark.xfail(raises=(AssertionError, RuntimeError), reason="torch.autocast has this defect")
 both = pytest.mark.parametrize("region", [autocast, pytest.param(torch.autocast, marks=has_defect)], ids=["ours", "torch's"])
-
-
-def product() -> torch.dtype:
-    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-
-
-@pytest.fixture(autouse=True)
-def outside_any_region(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    is_torchs = "torch's" in request.node.name
-    if not is_torchs:
-        assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == (False, BRAIN)
-        assert torch.is_autocast_cache_enabled()
-    torch.set_autocast_enabled("cpu", False)
-    torch.set_autocast_dtype("cpu", BRAIN)
-    torch.clear_autocast_cache()
 
 
 @both

@@ -13,22 +13,8 @@ import torch
 from torch import nn
 
 from halfserve import GradScaler
+from halfserve.amp_core.grad_scaler.outcomes import ScaleRecord
 from tests.amp_core.grad_scaler.iteration import backward, iterate, model_and_optimizer, parameter_with, ready, train_step
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_it_says_whether_the_step_was_skipped(fused: bool) -> None:
-    model, optimizer = model_and_optimizer(fused=fused)
-    scaler = GradScaler("cpu")
-    assert not scaler.step_was_skipped
-    for overflow_in, skipped in (("0.weight", True), (None, False), ("1.bias", True)):
-        before = model.get_parameter("0.weight").detach().clone()
-        backward(scaler, model, overflow_in=overflow_in)
-        scaler.step(optimizer)
-        assert scaler.step_was_skipped is skipped
-        scaler.update()
-        assert scaler.step_was_skipped is skipped
-        assert torch.equal(before, model.get_parameter("0.weight")) is skipped
 
 
 def test_of_several_optimizers_it_says_whose_step_was_skipped() -> None:
@@ -95,12 +81,6 @@ def test_the_scale_keeps_within_its_limits() -> None:
         train_step(scaler, model, optimizer, overflow_in)
         scales.append(scaler.get_scale())
     assert scales == [16.0, 16.0, 8.0, 4.0, 2.0, 2.0, 2.0, 4.0]
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (2.0, 1.0), (2.0**-127, 1.0), (1.0, math.inf), (math.nan, 1.0)])
-def test_impossible_limits_are_refused(low: float, high: float) -> None:
-    with pytest.raises(ValueError, match=r"expected 2\*\*-126 <= min_scale <= max_scale <= 2\*\*127"):
-        GradScaler("cpu", init_scale=1.0, min_scale=low, max_scale=high)
 
 
 def test_outputs_may_be_nested() -> None:
@@ -256,10 +236,27 @@ def test_a_foreign_state_is_refused_and_nothing_changes(state: Any, error: type[
     assert scaler.state_dict() == before
 
 
-@pytest.mark.parametrize("device", ["gpu", "", "cuda0", 3.5, "float16"])
-def test_a_wrong_device_type_is_refused(device: Any) -> None:
-    with pytest.raises(ValueError, match="device must be the name of a device type, such as 'cuda' or 'cpu', got"):
-        GradScaler(device)
+REFUSED: dict[str, tuple[list[Any], str]] = {
+    "device": (["gpu", "", "cuda0", 3.5, "float16"], "must be the name of a device type, such as 'cuda' or 'cpu', got"),
+    "hysteresis": ([0, -1, 1.5, True, "2"], "must be an integer >= 1, got"),
+    "history_size": ([-1, 1.5, None], "must be an integer >= 0, got"),
+    "on_min_scale": (["ignore", "", None, True], "must be 'warn', 'raise' or 'stop', got"),
+    "reduce_found_inf": (["max"], "must be a function of a tensor, or None, got 'max'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_impossible_setting_is_refused(name: str) -> None:
+    values, message = REFUSED[name]
+    for value in values:
+        with pytest.raises(ValueError, match=f"{name} {message}"):
+            GradScaler(**{"device": "cpu", name: value})
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (2.0, 1.0), (2.0**-127, 1.0), (1.0, math.inf), (math.nan, 1.0)])
+def test_impossible_limits_are_refused(low: float, high: float) -> None:
+    with pytest.raises(ValueError, match=r"expected 2\*\*-126 <= min_scale <= max_scale <= 2\*\*127"):
+        GradScaler("cpu", init_scale=1.0, min_scale=low, max_scale=high)
 
 
 def test_a_device_stands_for_its_type() -> None:
@@ -295,10 +292,14 @@ def test_states_are_exchangeable_both_ways() -> None:
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])  # noqa: S301  (its own)
 def test_a_copy_goes_on_where_the_original_is(duplicate: Callable[[GradScaler], GradScaler]) -> None:
-    scaler = GradScaler("cpu", 8.0, growth_interval=2)
-    scaler.scale(torch.ones(()))
-    scaler.update(4.0)
-    assert duplicate(scaler).state_dict() == scaler.state_dict()
+    parameter, optimizer = parameter_with([0.0])
+    scaler = ready(init_scale=8.0, growth_interval=2)
+    iterate(scaler, optimizer, parameter, math.inf)
+    twin = duplicate(scaler)
+    assert twin.state_dict() == scaler.state_dict()
+    twin.scale(torch.ones(()))
+    iterate(twin, optimizer, parameter, 1.0)
+    assert twin.history == [*scaler.history, ScaleRecord(step=2, scale=4.0, skipped=False)]
 
 
 def test_the_names_that_frameworks_reach_for_are_there() -> None:

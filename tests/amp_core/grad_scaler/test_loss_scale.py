@@ -55,27 +55,6 @@ def test_it_follows_the_rule_whatever_overflows(times: int, interval: int, overf
         assert scaler.step_was_skipped is overflow
 
 
-@given(st.integers(1, 3), st.lists(st.sampled_from([0.0, 1.0, math.inf, math.nan]), max_size=25))
-def test_a_hysteresis_of_one_is_torchs(interval: int, gradients: list[float]) -> None:
-    parameter, optimizer = parameter_with([0.0])
-    ours = ready(hysteresis=1, growth_interval=interval)
-    torchs = torch.amp.GradScaler("cpu", growth_interval=interval)
-    torchs.scale(torch.ones(()))
-    for gradient in gradients:
-        iterate(ours, optimizer, parameter, gradient)
-        iterate(torchs, optimizer, parameter, gradient)
-        assert observed(ours) == observed(torchs)
-
-
-def test_overflows_one_by_one_add_up() -> None:
-    parameter, optimizer = parameter_with([0.0])
-    scaler, scales = ready(hysteresis=3, growth_interval=100), []
-    for gradient in (math.inf, 1.0, math.inf, 1.0, 1.0, math.inf, 1.0, math.inf):
-        iterate(scaler, optimizer, parameter, gradient)
-        scales.append(math.log2(scaler.get_scale()))
-    assert scales == [16, 16, 16, 16, 16, 15, 15, 14]
-
-
 @pytest.mark.parametrize("when", ["before the first loss", "after it"])
 def test_the_count_goes_through_a_checkpoint(when: str) -> None:
     parameter, optimizer = parameter_with([0.0])
@@ -111,12 +90,6 @@ def test_a_state_with_an_impossible_count_is_refused(key: str, value: Any) -> No
     with pytest.raises(ValueError, match=f"the loaded {key} must be an integer >= "):
         scaler.load_state_dict(before | {"scale": 4.0, key: value})
     assert scaler.state_dict() == before
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
-def test_an_impossible_hysteresis_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match="hysteresis must be an integer >= 1, got"):
-        GradScaler("cpu", hysteresis=value)
 
 
 FLOOR = 2.0**-14

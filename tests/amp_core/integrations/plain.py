@@ -1,4 +1,4 @@
-"""x"""
+"""The task that the tests of all frameworks train, and the loop that trains it without any."""
 
 from __future__ import annotations
 

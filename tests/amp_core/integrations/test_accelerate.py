@@ -14,29 +14,13 @@ from torch import nn
 
 from halfserve import GradScaler, Policy
 from halfserve.amp_core.integrations.accelerate import HalfserveAccelerator
-from tests.amp_core.integrations.plain import (
-    BATCHES,
-    CLIP,
-    OVERFLOWS,
-    Net,
-    Result,
-    assert_same,
-    batches,
-    devices,
-    loss_of,
-    optimizer_of,
-    plain_loop,
-    result,
-    scaler_for_test,
-    scheduler_of,
-    silence_loggers,
-)
+from tests.amp_core.integrations import plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-silence_loggers()
+plain.silence_loggers()
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +37,7 @@ def forget() -> None:
 
 def accelerator(mixed_precision: str | None = "fp16", *, device: str = "cpu", **settings: Any) -> HalfserveAccelerator:
     if mixed_precision == "fp16":
-        settings.setdefault("scaler", scaler_for_test(device))
+        settings.setdefault("scaler", plain.scaler_for_test(device))
     return HalfserveAccelerator(mixed_precision=mixed_precision, cpu=device == "cpu", **settings)
 
 
@@ -61,43 +45,43 @@ class Run:
     """A training under accelerate that can be saved and loaded between batches."""
 
     def __init__(self, used: Any, *, fused: bool = False) -> None:
-        self.accelerator, self.net = used, Net()
-        self.raw = optimizer_of(self.net, fused=fused)
-        scheduler = scheduler_of(self.raw)
+        self.accelerator, self.net = used, plain.Net()
+        self.raw = plain.optimizer_of(self.net, fused=fused)
+        scheduler = plain.scheduler_of(self.raw)
         self.model, self.optimizer, self.scheduler = used.prepare(self.net, self.raw, scheduler)
         self.skipped: list[int] = []
 
-    def train(self, order: range = range(BATCHES)) -> Result:
+    def train(self, order: range = range(plain.BATCHES)) -> plain.Result:
         used = self.accelerator
-        for index, batch in zip(order, batches(order), strict=True):
+        for index, batch in zip(order, plain.batches(order), strict=True):
             with used.accumulate(self.model):
-                used.backward(loss_of(self.model, batch))
+                used.backward(plain.loss_of(self.model, batch))
                 if used.sync_gradients:
-                    used.clip_grad_norm_(self.model.parameters(), CLIP)
+                    used.clip_grad_norm_(self.model.parameters(), plain.CLIP)
                 self.optimizer.step()
                 if used.sync_gradients and used.optimizer_step_was_skipped:
                     self.skipped.append(index)
                 self.scheduler.step()
                 self.optimizer.zero_grad()
-        return result(self.net, used.scaler.state_dict() if used.scaler else {}, self.raw)
+        return plain.result(self.net, used.scaler.state_dict() if used.scaler else {}, self.raw)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 3])
-@devices
+@plain.devices
 def test_it_trains_as_the_plain_loop(device: str, accumulate: int, fused: bool) -> None:
     run = Run(accelerator(device=device, policy="cuda", gradient_accumulation_steps=accumulate), fused=fused)
-    assert_same(run.train(), plain_loop(policy="cuda", accumulate=accumulate, fused=fused, device=device))
+    plain.assert_same(run.train(), plain.plain_loop(policy="cuda", accumulate=accumulate, fused=fused, device=device))
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_it_tells_which_steps_were_skipped_because_of_what(fused: bool) -> None:
     run = Run(accelerator(), fused=fused)
-    run.train(range(OVERFLOWS[0] + 1))
+    run.train(range(plain.OVERFLOWS[0] + 1))
     assert run.accelerator.optimizer_step_was_skipped
     assert run.accelerator.scaler.overflowed_parameters(run.net) == ["first.weight", "first.bias", "last.weight", "last.bias"]
-    run.train(range(OVERFLOWS[0] + 1, BATCHES))
-    assert run.skipped == list(OVERFLOWS)
+    run.train(range(plain.OVERFLOWS[0] + 1, plain.BATCHES))
+    assert run.skipped == list(plain.OVERFLOWS)
 
 
 def test_bfloat16_needs_no_scaler() -> None:
@@ -142,10 +126,10 @@ def test_the_launchers_precision_counts(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_unwrapping_gives_the_model_back_as_it_was() -> None:
     run = Run(accelerator(policy="cuda"))
-    plain = run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
-    plain(torch.ones(1, 4))
-    assert plain is run.net
-    assert plain.dtypes["linear"] == torch.float32
+    unwrapped = run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
+    unwrapped(torch.ones(1, 4))
+    assert unwrapped is run.net
+    assert unwrapped.dtypes["linear"] == torch.float32
 
 
 def test_preparing_twice_wraps_once() -> None:
@@ -169,7 +153,7 @@ def test_a_forward_that_is_no_method_is_wrapped_too() -> None:
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    half = BATCHES // 2
+    half = plain.BATCHES // 2
     first = Run(accelerator(policy="cuda"))
     first.train(range(half))
     first.accelerator.save_state(tmp_path)
@@ -177,7 +161,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     scaler = GradScaler("cpu", init_scale=2.0**12, min_scale=2.0**9, max_scale=2.0**12)
     second = Run(accelerator(policy=Policy.cuda(), scaler=scaler))
     second.accelerator.load_state(tmp_path)
-    assert_same(second.train(range(half, BATCHES)), plain_loop(policy="cuda"))
+    plain.assert_same(second.train(range(half, plain.BATCHES)), plain.plain_loop(policy="cuda"))
 
 
 def test_states_are_exchangeable_with_accelerates_own(tmp_path: Path) -> None:

@@ -14,30 +14,13 @@ from torch import nn
 
 from halfserve import GradScaler, Policy
 from halfserve.amp_core.integrations.lightning import FabricPrecision, TrainerPrecision
-from tests.amp_core.integrations.plain import (
-    BATCHES,
-    CLIP,
-    LIGHTNING,
-    OVERFLOWS,
-    Net,
-    Result,
-    assert_same,
-    batches,
-    devices,
-    loss_of,
-    optimizer_of,
-    plain_loop,
-    result,
-    scaler_for_test,
-    scheduler_of,
-    silence_loggers,
-)
+from tests.amp_core.integrations import plain
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = LIGHTNING
-silence_loggers()
+pytestmark = plain.LIGHTNING
+plain.silence_loggers()
 
 
 class Task(pl.LightningModule):
@@ -45,14 +28,14 @@ class Task(pl.LightningModule):
 
     def __init__(self, *, fused: bool = False, interval: str = "step") -> None:
         super().__init__()
-        self.net = Net()
+        self.net = plain.Net()
         self.fused, self.interval = fused, interval
         self.skipped: list[int] = []
         self.overflowed: list[list[str]] = []
         self.norms: list[float] = []
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        return loss_of(self.net, batch)
+        return plain.loss_of(self.net, batch)
 
     def on_before_optimizer_step(self, _: Any) -> None:
         self.norms.append(float(nn.utils.get_total_norm([p.grad for p in self.net.parameters() if p.grad is not None])))
@@ -64,15 +47,15 @@ class Task(pl.LightningModule):
             self.overflowed.append(plugin.scaler.overflowed_parameters(self.net))
 
     def configure_optimizers(self) -> Any:
-        optimizer = optimizer_of(self.net, fused=self.fused)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler_of(optimizer), "interval": self.interval}}
+        optimizer = plain.optimizer_of(self.net, fused=self.fused)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plain.scheduler_of(optimizer), "interval": self.interval}}
 
 
 def trainer(plugin: Any, **settings: Any) -> pl.Trainer:
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "max_epochs": 1,
-        "gradient_clip_val": CLIP,
+        "gradient_clip_val": plain.CLIP,
         "logger": False,
         "use_distributed_sampler": False,
     }
@@ -81,43 +64,43 @@ def trainer(plugin: Any, **settings: Any) -> pl.Trainer:
 
 
 def plugin_for_test(device: str = "cpu", **settings: Any) -> TrainerPrecision:
-    return TrainerPrecision("16-mixed", device=device, scaler=scaler_for_test(device), **settings)
+    return TrainerPrecision("16-mixed", device=device, scaler=plain.scaler_for_test(device), **settings)
 
 
-def outcome(task: Task, used: pl.Trainer) -> Result:
-    return result(task.net, used.precision_plugin.state_dict(), used.optimizers[0])
+def outcome(task: Task, used: pl.Trainer) -> plain.Result:
+    return plain.result(task.net, used.precision_plugin.state_dict(), used.optimizers[0])
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 3])
-@devices
+@plain.devices
 def test_it_trains_as_the_plain_loop(device: str, accumulate: int, fused: bool) -> None:
     task, plugin = Task(fused=fused), plugin_for_test(device, policy="cuda")
     used = trainer(plugin, accelerator=device, devices=1, accumulate_grad_batches=accumulate)
-    used.fit(task, batches())
-    assert_same(outcome(task, used), plain_loop(policy="cuda", accumulate=accumulate, fused=fused, device=device))
+    used.fit(task, plain.batches())
+    plain.assert_same(outcome(task, used), plain.plain_loop(policy="cuda", accumulate=accumulate, fused=fused, device=device))
     # Lightning counts attempts, whatever becomes of them.
-    assert used.global_step == BATCHES // accumulate
+    assert used.global_step == plain.BATCHES // accumulate
 
 
 def test_it_tells_which_steps_were_skipped_because_of_what() -> None:
     task = Task()
-    trainer(plugin_for_test()).fit(task, batches())
-    assert task.skipped == list(OVERFLOWS)
-    assert task.overflowed == [["first.weight", "first.bias", "last.weight", "last.bias"]] * len(OVERFLOWS)
+    trainer(plugin_for_test()).fit(task, plain.batches())
+    assert task.skipped == list(plain.OVERFLOWS)
+    assert task.overflowed == [["first.weight", "first.bias", "last.weight", "last.bias"]] * len(plain.OVERFLOWS)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_hooks_before_the_step_see_unscaled_gradients(fused: bool) -> None:
     task = Task(fused=fused)
-    trainer(plugin_for_test()).fit(task, batches())
-    assert all(norm < 10.0 for index, norm in enumerate(task.norms) if index not in OVERFLOWS)
+    trainer(plugin_for_test()).fit(task, plain.batches())
+    assert all(norm < 10.0 for index, norm in enumerate(task.norms) if index not in plain.OVERFLOWS)
 
 
 def test_bfloat16_needs_no_scaler() -> None:
     plugin = TrainerPrecision("bf16-mixed", device="cpu", policy="cuda")
-    task, used = Task(), trainer(plugin, limit_train_batches=OVERFLOWS[0])
-    used.fit(task, batches())
+    task, used = Task(), trainer(plugin, limit_train_batches=plain.OVERFLOWS[0])
+    used.fit(task, plain.batches())
     assert plugin.scaler is None
     assert task.net.dtypes["linear"] == torch.bfloat16
     state = used.precision_plugin.state_dict()
@@ -131,42 +114,42 @@ def test_bfloat16_needs_no_scaler() -> None:
 def test_the_policy_is_in_force_in_training_and_validation(policy: str | None, softmax: torch.dtype) -> None:
     class Validated(Task):
         def validation_step(self, batch: Any, _: int) -> None:
-            loss_of(self.net, batch)
+            plain.loss_of(self.net, batch)
 
     task = Validated()
     used = trainer(plugin_for_test(policy=policy), limit_val_batches=1)
-    used.fit(task, batches(), batches())
+    used.fit(task, plain.batches(), plain.batches())
     trained = dict(task.net.dtypes)
-    used.validate(task, batches(), verbose=False)
+    used.validate(task, plain.batches(), verbose=False)
     assert trained == task.net.dtypes
     assert trained["softmax"] == softmax
     assert not torch.is_autocast_enabled("cpu")
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    half = BATCHES // 2
+    half = plain.BATCHES // 2
     first = trainer(plugin_for_test(policy="cuda"), max_steps=half)
-    first.fit(Task(), batches())
+    first.fit(Task(), plain.batches())
     first.save_checkpoint(tmp_path / "half.ckpt")
     # Another scale at first and no policy: both come from the checkpoint.
     plugin = TrainerPrecision(
         "16-mixed", device="cpu", scaler=GradScaler("cpu", min_scale=2.0**10, max_scale=2.0**12, init_scale=2.0**12)
     )
     task, second = Task(), trainer(plugin, max_epochs=2)
-    second.fit(task, batches(range(half, BATCHES)), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    second.fit(task, plain.batches(range(half, plain.BATCHES)), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
     assert plugin.policy == Policy.cuda()
-    assert_same(outcome(task, second), plain_loop(policy="cuda"))
+    plain.assert_same(outcome(task, second), plain.plain_loop(policy="cuda"))
 
 
 def test_a_given_policy_stays_and_the_other_is_named(tmp_path: Path) -> None:
     first = trainer(plugin_for_test(policy="cuda"), max_steps=2)
-    first.fit(Task(), batches())
+    first.fit(Task(), plain.batches())
     first.save_checkpoint(tmp_path / "some.ckpt")
     second = trainer(plugin_for_test(policy="cuda+fp32:linear"), max_steps=2)
     with pytest.warns(
         UserWarning, match=r"trained with the policy 'cuda'; training goes on with 'cuda\+fp32:linear', as given"
     ):
-        second.fit(Task(), batches(), ckpt_path=tmp_path / "some.ckpt", weights_only=True)
+        second.fit(Task(), plain.batches(), ckpt_path=tmp_path / "some.ckpt", weights_only=True)
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
@@ -179,9 +162,9 @@ def test_checkpoints_are_exchangeable_with_lightnings_own_plugin(tmp_path: Path,
 
     writer, reader = (ours(), lightnings()) if ours_first else (lightnings(), ours())
     used = trainer(writer, limit_train_batches=3)
-    used.fit(Task(), batches())
+    used.fit(Task(), plain.batches())
     used.save_checkpoint(tmp_path / "some.ckpt")
-    trainer(reader, max_epochs=1).fit(Task(), batches(), ckpt_path=tmp_path / "some.ckpt", weights_only=True)
+    trainer(reader, max_epochs=1).fit(Task(), plain.batches(), ckpt_path=tmp_path / "some.ckpt", weights_only=True)
     expected = writer.state_dict()
     scaling = {key: value for key, value in expected.items() if key not in {"policy", "record"}}
     assert {key: reader.state_dict()[key] for key in scaling} == scaling
@@ -195,24 +178,24 @@ def test_a_bfloat16_checkpoint_leaves_the_scaler_as_it_is() -> None:
 
 
 def test_a_scheduler_per_epoch_steps_whatever_the_last_batch_did() -> None:
-    task, used = Task(interval="epoch"), trainer(plugin_for_test(), limit_train_batches=OVERFLOWS[0] + 1, max_epochs=2)
-    used.fit(task, batches())
-    assert task.skipped == [OVERFLOWS[0]] * 2
+    task, used = Task(interval="epoch"), trainer(plugin_for_test(), limit_train_batches=plain.OVERFLOWS[0] + 1, max_epochs=2)
+    used.fit(task, plain.batches())
+    assert task.skipped == [plain.OVERFLOWS[0]] * 2
     assert used.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**2)
 
 
 def test_a_scheduler_waits_for_the_first_step_that_is_not_skipped() -> None:
-    order = [OVERFLOWS[0], OVERFLOWS[1], 0]
+    order = [plain.OVERFLOWS[0], plain.OVERFLOWS[1], 0]
     with pytest.warns(UserWarning, match=r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
-        trainer(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))).fit(Task(), batches(order))
+        trainer(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))).fit(Task(), plain.batches(order))
     used = trainer(plugin_for_test())
-    used.fit(Task(), batches(order))
+    used.fit(Task(), plain.batches(order))
     assert used.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.9)
 
 
 def test_a_scheduler_still_passes_for_what_it_is() -> None:
     task, used = Task(), trainer(plugin_for_test(), max_steps=1)
-    used.fit(task, batches())
+    used.fit(task, plain.batches())
     scheduler = task.lr_schedulers()
     assert isinstance(scheduler, torch.optim.lr_scheduler.StepLR)
     assert (scheduler.step_size, scheduler.state_dict()["last_epoch"]) == (1, 1)
@@ -254,8 +237,8 @@ def test_of_two_optimizers_each_steps_with_its_own_gradients() -> None:
 def test_training_stops_when_no_scale_can_help() -> None:
     scaler = GradScaler("cpu", init_scale=2.0**12, min_scale=2.0**12, on_min_scale="stop")
     used = trainer(TrainerPrecision("16-mixed", device="cpu", scaler=scaler))
-    used.fit(Task(), batches())
-    assert used.global_step == OVERFLOWS[0] + 1
+    used.fit(Task(), plain.batches())
+    assert used.global_step == plain.OVERFLOWS[0] + 1
 
 
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.")  # asks whether that is on purpose: it is
@@ -265,7 +248,7 @@ def test_a_step_that_returns_nothing_is_no_step() -> None:
             return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
     task, plugin = Idle(), plugin_for_test()
-    trainer(plugin, limit_train_batches=3).fit(task, batches())
+    trainer(plugin, limit_train_batches=3).fit(task, plain.batches())
     assert plugin.state_dict()["_growth_tracker"] == 0
     assert plugin.state_dict()["scale"] == 2.0**12
 
@@ -278,8 +261,8 @@ def test_lbfgs_is_refused_before_training() -> None:
     with pytest.raises(
         MisconfigurationException, match=r"LBFGS evaluates its loss several times .* use TrainerPrecision\('bf16-mixed'\)"
     ):
-        trainer(plugin_for_test(), gradient_clip_val=None).fit(Newton(), batches())
-    trainer(TrainerPrecision("bf16-mixed", device="cpu"), max_steps=1).fit(Newton(), batches())
+        trainer(plugin_for_test(), gradient_clip_val=None).fit(Newton(), plain.batches())
+    trainer(TrainerPrecision("bf16-mixed", device="cpu"), max_steps=1).fit(Newton(), plain.batches())
 
 
 def test_a_loss_on_another_device_is_refused() -> None:
@@ -289,7 +272,7 @@ def test_a_loss_on_another_device_is_refused() -> None:
         ValueError,
         match=r"the loss is on cpu, but the precision plugin is for \w+, so nothing was cast; make the plugin with device='cpu",
     ):
-        trainer(plugin, max_steps=1).fit(Task(), batches())
+        trainer(plugin, max_steps=1).fit(Task(), plain.batches())
 
 
 def test_lightning_refuses_precision_twice_and_the_wrong_plugin() -> None:

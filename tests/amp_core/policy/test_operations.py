@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from halfserve import autocast
 
-# The classes are taken from torch's source by themselves: the module around them needs torch's whole test harness, and
+# The class is taken from torch's source by itself: the module around them needs torch's whole test harness, and
 # importing that freezes torch's global flags for the rest of the process.
 
 _NN, _LINALG = torch._C._nn, vars(torch._C)["_linalg"]
 _LOW, _FP32, _PROMOTES = "low", "fp32", "promotes"
 
 # List name -> (namespace of the function, dtype the operation must run in).
-_CUDA_LISTS: dict[str, tuple[Any, str]] = {
+_LISTS: dict[str, tuple[Any, str]] = {
     "torch_expect_builtin_promote": (torch, _PROMOTES),
     "methods_expect_builtin_promote": (None, _PROMOTES),
     "torch_fp16": (torch, _LOW),
@@ -35,15 +35,6 @@ _CUDA_LISTS: dict[str, tuple[Any, str]] = {
     "linalg_fp16": (_LINALG, _LOW),
     "methods_fp16": (None, _LOW),
     "methods_fp32": (None, _FP32),
-}
-_CPU_LISTS: dict[str, tuple[Any, str]] = {
-    "torch_expect_builtin_promote": (torch, _PROMOTES),
-    "methods_expect_builtin_promote": (None, _PROMOTES),
-    "torch_16": (torch, _LOW),
-    "torch_fp32": (torch, _FP32),
-    "torch_need_autocast_promote": (torch, _FP32),
-    "nn_16": (_NN, _LOW),
-    "nn_fp32": (_NN, _FP32),
 }
 # cuDNN's own have no CPU kernel; torch's case of einsum does not fit its equation, and torch's own run skips it.
 _LEFT_OUT = {"cudnn_convolution", "cudnn_convolution_transpose", "einsum"}
@@ -87,32 +78,13 @@ def assert_same(results: Any, expected: Any) -> None:
 @cache
 def cuda_cases(device: str, low: torch.dtype) -> list[Case]:
     """The CUDA lists; the same cases in the same order for every device and dtype."""
-    lists = _lists_class("AutocastTestLists")(torch.device(device))
+    lists = _lists_class()(torch.device(device))
     return [
-        _case(entry[0], entry[1], entry[2:], _CUDA_LISTS[name], low)
-        for name in _CUDA_LISTS
+        _case(entry[0], entry[1], entry[2:], kind, low)
+        for name, kind in _LISTS.items()
         for entry in getattr(lists, name)
-        if entry[0] not in _LEFT_OUT and _exists(entry[0], _CUDA_LISTS[name][0])
+        if entry[0] not in _LEFT_OUT and _exists(entry[0], kind[0])
     ]
-
-
-@cache
-def cpu_cases(low: torch.dtype) -> list[Case]:
-    """The CPU lists, with low-precision inputs of the region's dtype."""
-    lists = _lists_class("AutocastCPUTestLists")(torch.device("cpu"))
-    return [
-        _case(entry[0], *_arguments(name, entry, low), _CPU_LISTS[name], low)
-        for name in _CPU_LISTS
-        for entry in getattr(lists, name)
-        if _exists(entry[0], _CPU_LISTS[name][0])
-    ]
-
-
-def _arguments(name: str, entry: tuple[Any, ...], low: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
-    if name.endswith("promote"):  # these come once with bfloat16 and once with float16 inputs
-        return entry[1 if low is torch.bfloat16 else 2], entry[3:]
-    is_low_input = name.endswith("fp32")
-    return (cast_floating(entry[1], low) if is_low_input else entry[1]), entry[2:]
 
 
 def _exists(op: str, namespace: Any) -> bool:
@@ -129,15 +101,15 @@ def _case(op: str, args: Any, rest: tuple[Any, ...], kind: tuple[Any, str], low:
 
 
 @cache
-def _lists_class(name: str) -> Any:
+def _lists_class() -> Any:
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
     source = (Path(spec.origin).parent / "testing/_internal/autocast_test_lists.py").read_text(encoding="utf-8")
-    wanted = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)
+    wanted = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "AutocastTestLists")
     scope: dict[str, Any] = {"torch": torch, "TEST_WITH_ROCM": False}
     exec(compile(ast.Module([wanted], []), "autocast_test_lists", "exec"), scope)  # noqa: S102  (a class of the torch installed)
-    return scope[name]
+    return scope["AutocastTestLists"]
 
 
 IDS = [f"{index}-{case.op}" for index, case in enumerate(cuda_cases("cpu", torch.float16))]
@@ -201,28 +173,3 @@ def test_every_case_that_a_cpu_can_run_is_here() -> None:
     # 121 cases (120 in torch 2.11, which has no rms_norm there), without two of cuDNN's own and the broken one; the banned
     # operation has its own test above.
     assert len(IDS) in {116, 117}
-
-
-CPU_IDS = [f"{cpu_index}-{cpu_case.op}" for cpu_index, cpu_case in enumerate(cpu_cases(torch.bfloat16))]
-
-
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("cpu_index", range(len(CPU_IDS)), ids=CPU_IDS)
-@pytest.mark.parametrize("policy", [None, "native"])
-def test_listed_operation_is_as_in_torch(cpu_index: int, low: torch.dtype, policy: str | None) -> None:
-    cpu_case = cpu_cases(low)[cpu_index]
-    assert cpu_case.functions(), f"torch has no {cpu_case.op}"
-    for function in cpu_case.functions():
-        with torch.autocast("cpu", low):
-            expected: Any = function(*cpu_case.args, **cpu_case.kwargs)
-        with autocast("cpu", low, policy=policy):
-            results = function(*cpu_case.args, **cpu_case.kwargs)
-        assert_same(results, expected)
-        if isinstance(results, torch.Tensor):
-            assert results.dtype is cpu_case.returns
-            assert_same(results, function(*cpu_case.args_cast(), **cpu_case.kwargs))
-
-
-def test_every_case_is_here() -> None:
-    # 9 functions and 8 methods that promote by themselves, 17 low, 19 float32, 2 widest.
-    assert len(CPU_IDS) == 55

@@ -18,18 +18,6 @@ from halfserve import Policy, autocast
 from halfserve.amp_core.policy import PolicyError, Rule
 from halfserve.amp_core.policy.operations import ALIASES, native_rule, overloads_of, qualified_name, qualified_names
 
-OPS = ("sum", "exp", "softmax", "matmul", "LSTMCell", "lstm_cell", "__pow__", "pow", "gelu", "einsum")
-policies = st.builds(
-    Policy,
-    st.sampled_from(["native", "cuda"]),
-    st.lists(st.tuples(st.sampled_from(OPS), st.sampled_from(list(Rule))), unique_by=lambda change: change[0]).map(tuple),
-)
-
-
-@given(policies)
-def test_the_string_form_reads_back_as_the_same_policy(policy: Policy) -> None:
-    assert Policy.parse(str(policy)) == policy
-
 
 @pytest.mark.parametrize(
     "text", ["native", "cuda", "cuda+fp32:sum,exp", "native+low:softmax+ban:exp+low:sum", "cuda+native:dot"]
@@ -38,11 +26,33 @@ def test_the_string_form_prints_back_as_it_was_written(text: str) -> None:
     assert str(Policy.parse(text)) == text
 
 
+def is_known(name: str) -> bool:
+    try:
+        Policy().low(name)
+    except PolicyError:
+        return False
+    return True
+
+
+@cache
+def names() -> list[str]:
+    """Return the operations that a policy may name: a second's work, which is not for those who only collect."""
+    qualified = torch._C._dispatch_get_all_op_names()
+    bare = {name.removeprefix("aten::").partition(".")[0] for name in qualified if name.startswith("aten::")}
+    return sorted(name for name in bare if is_known(name))
+
+
+any_name = st.deferred(lambda: st.sampled_from(names()))
+any_op = any_name | st.sampled_from(sorted(ALIASES))
+changes = st.lists(st.tuples(any_op, st.sampled_from(list(Rule))), max_size=12)
+any_policy = st.builds(Policy, st.sampled_from(["native", "cuda"]), changes.map(tuple))
+
+
 def test_spaces_are_forgiven() -> None:
     assert Policy.parse(" cuda + fp32: sum, exp ") == Policy.cuda().fp32("sum", "exp")
 
 
-@given(policies, st.sampled_from(OPS), st.sampled_from(list(Rule)))
+@given(any_policy, any_op, st.sampled_from(list(Rule)))
 def test_changing_a_policy_makes_another_and_a_later_change_wins(policy: Policy, op: str, rule: Rule) -> None:
     before = str(policy)
     change = {
@@ -64,52 +74,11 @@ def test_of_a_policy_made_by_hand_the_latest_change_of_an_operation_stays() -> N
     assert str(policy) == "cuda+low:exp+ban:pow"
 
 
-@pytest.mark.parametrize(
-    ("preset", "changes", "message"),
-    [
-        (3, (), "starts with the name of a preset, native or cuda; got 3"),
-        ("cuda", (("softmx", Rule.LOW),), "did you mean 'softmax'"),
-        ("cuda", ((["exp"], Rule.LOW),), r"an operation is named by a string, such as 'softmax'; got \['exp'\]"),
-        ("cuda", (("exp", "fp31"),), r"expected changes as pairs \(operation, rule\), a rule being low"),
-        ("cuda", (("exp", Rule.LOW, 1),), "expected changes as pairs"),
-    ],
-)
-def test_a_policy_made_by_hand_is_checked(preset: Any, changes: Any, message: str) -> None:
-    with pytest.raises(PolicyError, match=message):
-        Policy(preset, changes)
-
-
 def test_native_is_a_preset_on_the_class_and_a_change_on_a_policy() -> None:
     assert Policy.native() == Policy() == Policy.parse("native")
     assert Policy.native().rules() == {}
     assert "aten::gelu" in Policy.cuda().rules()
     assert "aten::gelu" not in Policy.cuda().native("gelu").rules()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("cudda", r"unknown policy 'cudda' \(did you mean 'cuda'\?\); a policy starts with native or cuda"),
-        ("", "unknown policy ''; a policy starts with native or cuda"),
-        (
-            "cuda+fp31:exp",
-            r"cannot read 'fp31:exp' in the policy 'cuda\+fp31:exp' \(did you mean 'fp32'\?\); expected low\|fp32",
-        ),
-        ("cuda+exp", r"cannot read 'exp' in the policy"),
-        ("cuda+fp32:softmx", "no out-of-place operation 'softmx'; did you mean 'softmax'"),
-        ("cuda+fp32:exp_", "no out-of-place operation 'exp_'; did you mean 'exp'"),
-        ("cuda+fp32:", "no out-of-place operation ''"),
-        ("cuda+fp32:aten::epx", "no out-of-place operation 'aten::epx'; did you mean 'aten::exp'"),
-        ("cuda+fp32:mylib::exp", "no out-of-place operation 'mylib::exp'; .*"),
-        ("cuda+fp32:__class__", "no out-of-place operation '__class__'"),
-    ],
-)
-def test_what_is_not_there_is_an_error_with_the_nearest_name(text: str, message: str) -> None:
-    with pytest.raises(PolicyError, match=message):
-        Policy.parse(text)
-    if text.startswith("cuda+fp32"):
-        with pytest.raises(PolicyError, match="no out-of-place operation"):
-            Policy().low(text.partition(":")[2])
 
 
 def test_names_resolve_to_every_overload_that_autocast_may_touch() -> None:
@@ -171,27 +140,6 @@ def test_native_rules_of_the_cpu_are_what_torch_does() -> None:
             observed = function(x.half()).dtype
         rules = {native_rule(overload, "cpu") for overload in overloads_of(f"aten::{name}")}
         assert rules == ({Rule.FP32} if observed is torch.float32 else {None})
-
-
-def is_known(name: str) -> bool:
-    try:
-        Policy().low(name)
-    except PolicyError:
-        return False
-    return True
-
-
-@cache
-def names() -> list[str]:
-    """Return the operations that a policy may name: a second's work, which is not for those who only collect."""
-    qualified = torch._C._dispatch_get_all_op_names()
-    bare = {name.removeprefix("aten::").partition(".")[0] for name in qualified if name.startswith("aten::")}
-    return sorted(name for name in bare if is_known(name))
-
-
-any_name = st.deferred(lambda: st.sampled_from(names()))
-changes = st.lists(st.tuples(any_name, st.sampled_from(list(Rule))), max_size=12)
-any_policy = st.builds(Policy, st.sampled_from(["native", "cuda"]), changes.map(tuple))
 
 
 def test_the_operations_that_a_policy_may_name_are_torchs_own() -> None:
@@ -270,20 +218,50 @@ def test_explain(name: str, policy: Policy, device: str, text: str) -> None:
     assert policy.explain(name, device) == text
 
 
+MADE: Any = Policy  # called as no type checker allows
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Policy().fp32("sofmax"), "'sofmax'; did you mean 'softmax'?"),
-        (lambda: Policy().fp32("torch.softmax"), "'torch.softmax'; did you mean 'softmax'?"),
-        (lambda: Policy().fp32("nn.functional.gelu"), "'nn.functional.gelu'; did you mean 'gelu'?"),
-        (lambda: Policy().ban("no_such_lib::op"), "'no_such_lib::op'"),
-        (lambda: Policy().fp32(3), "an operation is named by a string, such as 'softmax'; got 3"),  # type: ignore[arg-type]
-        (lambda: Policy.parse(None), "expected a policy's string form, such as .*; got None"),  # type: ignore[arg-type]
-        (lambda: Policy("native", (("exp", "fp33"),)), r"low\|fp32\|widest\|native\|ban; got \('exp', 'fp33'\)"),  # type: ignore[arg-type]
+        (
+            lambda: Policy.parse("cudda"),
+            "unknown policy 'cudda' .did you mean 'cuda'.*; a policy starts with native or cuda",
+        ),
+        (lambda: Policy.parse(""), "unknown policy ''; a policy starts with native or cuda"),
+        (
+            lambda: Policy.parse("cuda+fp31:exp"),
+            r"cannot read 'fp31:exp' in the policy 'cuda\+fp31:exp' \(did you mean 'fp32'\?\); expected low\|fp32",
+        ),
+        (lambda: Policy.parse("cuda+exp"), r"cannot read 'exp' in the policy"),
+        (lambda: Policy.parse("cuda+fp32:softmx"), "no out-of-place operation 'softmx'; did you mean 'softmax'"),
+        (lambda: MADE.parse(None), "expected a policy's string form, such as .*; got None"),
+        *(
+            (lambda name=name: Policy().fp32(name), f"no out-of-place operation '{name}'{nearest}")
+            for name, nearest in {
+                "sofmax": "; did you mean 'softmax'",
+                "torch.softmax": "; did you mean 'softmax'",
+                "nn.functional.gelu": "; did you mean 'gelu'",
+                "exp_": "; did you mean 'exp'",
+                "aten::epx": "; did you mean 'aten::exp'",
+                "mylib::exp": "; .*",
+                "__class__": "",
+                "": "",
+            }.items()
+        ),
+        (lambda: MADE().fp32(3), "an operation is named by a string, such as 'softmax'; got 3"),
+        (lambda: MADE(3), "starts with the name of a preset, native or cuda; got 3"),
+        (lambda: MADE("cuda", (("softmx", Rule.LOW),)), "did you mean 'softmax'"),
+        (lambda: MADE("cuda", ((["exp"], Rule.LOW),)), r"named by a string, such as 'softmax'; got \['exp'\]"),
+        (
+            lambda: MADE("cuda", (("exp", "fp31"),)),
+            r"pairs \(operation, rule\), a rule being low.*; got \('exp', 'fp31'\)",
+        ),
+        (lambda: MADE("cuda", (("exp", Rule.LOW, 1),)), "expected changes as pairs"),
         (lambda: Policy().explain("softmx", "cpu"), "did you mean 'softmax'?"),
         (lambda: Policy().explain("softmax", "cup"), "no autocast for the device type 'cup'"),
         (lambda: autocast("cpu", policy="cudda"), r"unknown policy 'cudda' \(did you mean 'cuda'\?\)"),
-        (lambda: autocast("cpu", policy=Policy), "policy must be a Policy or its string form"),  # type: ignore[arg-type]
+        (lambda: autocast("cpu", policy=MADE), "policy must be a Policy or its string form"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_and_changes_nothing(make: Callable[[], Any], message: str) -> None:

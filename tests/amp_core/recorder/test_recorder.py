@@ -42,21 +42,17 @@ def test_it_records_step_1_and_every_nth_after_it() -> None:
     assert the(recorder.record(), "tanh").calls == 3
 
 
-@pytest.mark.parametrize("every", [0, -5])
-def test_every_is_at_least_1(every: int) -> None:
-    with pytest.raises(ValueError, match=f"every is {every}; expected a number of steps from 1"):
-        Recorder(Block(), every=every)
-
-
-def test_steps_count_from_1() -> None:
-    with pytest.raises(ValueError, match="step is 0; expected the number of a step, counted from 1"):
-        Recorder(Block()).step(0)
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
-def test_a_scale_is_positive_and_finite(scale: float) -> None:
-    with pytest.raises(ValueError, match="expected what the loss is multiplied with: a positive finite number"):
-        Recorder(Block()).step(2, scale=scale)
+@pytest.mark.parametrize(
+    ("every", "step", "scale", "message"),
+    [
+        *((every, 1, 1.0, f"every is {every}; expected a number of steps from 1") for every in (0, -5)),
+        (1, 0, 1.0, "step is 0; expected the number of a step, counted from 1"),
+        *((1, 2, scale, "the loss is multiplied with: a positive finite number") for scale in (0.0, -1.0, math.inf, math.nan)),
+    ],
+)
+def test_numbers_that_are_no_step_or_scale_are_refused(every: int, step: int, scale: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Recorder(Block(), every=every).step(step, scale=scale)
 
 
 def test_steps_do_not_nest() -> None:

@@ -106,7 +106,7 @@ def test_streams_are_shared_out_and_end_together(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"data": "broken"}, "the disk has a hole"),
-        ({"model": "lost_in_the_middle"}, "training diverged: .* the output of divide"),
+        ({"model": "LostInTheMiddle"}, "training diverged: .* the output of divide"),
         ({"model": "modell"}, "did you mean 'model'"),
         pytest.param(
             {"model": f"{__name__}:width_known_later"},
@@ -162,15 +162,6 @@ def test_a_torn_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         assert world == World()
 
 
-def test_alone_nothing_is_shared() -> None:
-    world, value = World(), torch.ones(2)
-    assert world.is_first
-    assert world.fails_first()
-    assert world.mean(value) is world.sum(value) is value
-    assert world.gather(3) == [3]
-    assert world.from_first("x") == "x"
-
-
 def test_no_gpu_to_take() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
@@ -193,7 +184,7 @@ def test_several_processes_take_a_gpu_each() -> None:
 def test_a_process_that_was_killed_leaves_no_traceback_in_the_other(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    words = command(tmp_path / "out", *HALVES, model="announcing")
+    words = command(tmp_path / "out", *HALVES, model="Announcing")
     first, second = together(tmp_path / "processes", words, {"ANNOUNCE": str(pipe)})
     with pipe.open("rb", buffering=0) as told:
         assert told.read(1)

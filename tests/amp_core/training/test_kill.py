@@ -71,7 +71,7 @@ def test_killed_again_and_again_at_random_moments(
     tmp_path: Path, passes_and_seed: tuple[range, int], more: tuple[str, ...], passes: ForwardPasses
 ) -> None:
     kills, every = 0, ("--checkpoint-every", "1")
-    words = command(tmp_path / "killed", *OPTIONS, *every, *more, "--resume", model="announcing")
+    words = command(tmp_path / "killed", *OPTIONS, *every, *more, "--resume", model="Announcing")
     moments, seed = passes_and_seed
     for moment in random.Random(seed).choices(moments, k=64):  # noqa: S311  (no secret)
         run = Halfserve(tmp_path / "process", words, passes.environment)
@@ -114,21 +114,21 @@ def test_a_new_run_killed_before_its_first_checkpoint_does_not_pass_for_the_old_
     tmp_path: Path, passes: ForwardPasses
 ) -> None:
     out = tmp_path / "out"
-    other = Halfserve(tmp_path / "process", command(out, *OPTIONS, "--seed", "5", model="announcing")).ended()
+    other = Halfserve(tmp_path / "process", command(out, *OPTIONS, "--seed", "5", model="Announcing")).ended()
     assert other.code == 0
     before = (out / "checkpoint.pt").read_bytes()
-    run = Halfserve(tmp_path / "process", command(out, *OPTIONS, model="announcing"), passes.environment)
+    run = Halfserve(tmp_path / "process", command(out, *OPTIONS, model="Announcing"), passes.environment)
     assert passes.wait_for(5)
     run.kill()
     assert (out / "checkpoint.previous.pt").read_bytes() == before
-    assert Halfserve(tmp_path / "process", command(out, *OPTIONS, "--resume", model="announcing")).ended().code == 0
+    assert Halfserve(tmp_path / "process", command(out, *OPTIONS, "--resume", model="Announcing")).ended().code == 0
     assert_same_run(whole(tmp_path / "whole"), out)
 
 
 @pytest.mark.long
 def test_the_command_itself_killed(tmp_path: Path, passes: ForwardPasses) -> None:
     out = tmp_path / "out"
-    words = command(out, *OPTIONS, "--checkpoint-every", "3", "--resume", model="announcing")
+    words = command(out, *OPTIONS, "--checkpoint-every", "3", "--resume", model="Announcing")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.Popen([sys.executable, "-m", "halfserve", *words], env=environment | passes.environment)
     assert passes.wait_for(14)
@@ -141,9 +141,9 @@ def test_the_command_itself_killed(tmp_path: Path, passes: ForwardPasses) -> Non
 
 @pytest.mark.long
 def test_two_processes_killed(tmp_path: Path, passes: ForwardPasses) -> None:
-    words = command(tmp_path / "whole", *OPTIONS, model="announcing")
+    words = command(tmp_path / "whole", *OPTIONS, model="Announcing")
     assert [run.ended().code for run in together(tmp_path / "a", words)] == [0, 0]
-    words = command(tmp_path / "killed", *OPTIONS, "--checkpoint-every", "1", "--resume", model="announcing")
+    words = command(tmp_path / "killed", *OPTIONS, "--checkpoint-every", "1", "--resume", model="Announcing")
     runs = together(tmp_path / "b", words, passes.environment)
     assert passes.wait_for(18)
     for run in runs:

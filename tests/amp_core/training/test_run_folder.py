@@ -22,7 +22,7 @@ from halfserve.amp_core import recorder
 from halfserve.amp_core.checkpoint import load_checkpoint
 from halfserve.amp_core.factory import FactoryError
 from halfserve.amp_core.training.run_folder import Curves, locked_folder
-from halfserve.amp_core.training.train import Progress, train
+from halfserve.amp_core.training.train import train
 from halfserve.amp_core.training.training_settings import TrainingError
 from halfserve.amp_core.weights.file_kinds import WeightsError
 from tests.amp_core.tiny_task import HERE
@@ -75,16 +75,6 @@ def test_a_run_that_cannot_start_leaves_no_folder_of_its_own(tmp_path: Path, the
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_run_that_ends_early_leaves_what_it_wrote(tmp_path: Path) -> None:
-    def interrupt(_: Progress) -> None:
-        raise KeyboardInterrupt
-
-    out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        train(settings(out), on_step=interrupt)
-    assert (out / "train.jsonl").is_file()
-
-
 def test_a_new_run_keeps_the_checkpoint_of_the_one_before(tmp_path: Path) -> None:
     before = train(settings(tmp_path, seed=1)).checkpoint.read_bytes()
     with pytest.raises(TrainingError, match="do not fit together"):
@@ -122,7 +112,7 @@ def expected(folder: Path) -> dict[str, list[tuple[int, Any]]]:
     return found
 
 
-@pytest.mark.parametrize("model", ["model", "overflowing"])
+@pytest.mark.parametrize("model", ["model", "Overflowing"])
 def test_the_curves_are_what_the_log_says(tmp_path: Path, model: str) -> None:
     train(settings(tmp_path, model=f"{HERE}:{model}", tensorboard=True))
     found = curves(tmp_path)
@@ -131,7 +121,7 @@ def test_the_curves_are_what_the_log_says(tmp_path: Path, model: str) -> None:
 
 
 def test_a_resumed_run_writes_no_step_twice(tmp_path: Path) -> None:
-    run = settings(tmp_path, model=f"{HERE}:overflowing", tensorboard=True, checkpoint_every=3)
+    run = settings(tmp_path, model=f"{HERE}:Overflowing", tensorboard=True, checkpoint_every=3)
     killed_in(run, 8)
     killed_in(run, 11, resume=True)
     train(run, resume=True)

@@ -54,7 +54,7 @@ def test_the_rest_of_an_epoch_counts_as_what_it_is(tmp_path: Path) -> None:
 
 
 def test_skipped_steps_shrink_the_scale_and_do_not_move_the_schedule(tmp_path: Path) -> None:
-    result = train(settings(tmp_path, model=f"{HERE}:overflowing"))
+    result = train(settings(tmp_path, model=f"{HERE}:Overflowing"))
     lines = steps(tmp_path)
     skipped = [record for record in lines if record["skipped"]]
     assert 1 <= len(skipped) == result.skipped_steps < len(lines)
@@ -65,13 +65,6 @@ def test_skipped_steps_shrink_the_scale_and_do_not_move_the_schedule(tmp_path: P
             assert after["learning_rate"] == before["learning_rate"]
     assert load_checkpoint(result.checkpoint).scheduler["last_epoch"] == len(lines) - len(skipped)
     assert all(record["gradient_norm"] is None for record in skipped)
-
-
-def test_any_optimizer(tmp_path: Path) -> None:
-    result = train(settings(tmp_path, optimizer=f"{HERE}:sgd", learning_rate=0.1, epochs=10))
-    assert result.metrics["accuracy"] > 0.9
-    groups: list[dict[str, Any]] = load_checkpoint(result.checkpoint).optimizer["param_groups"]
-    assert groups[0]["momentum"] == 0.9
 
 
 def test_an_optimizer_that_leaves_parameters_out(tmp_path: Path) -> None:
@@ -148,15 +141,6 @@ def test_an_infinite_batch_leaves_no_trace_and_a_good_one_does() -> None:
     assert not torch.equal(after["1.running_mean"], before["1.running_mean"])
 
 
-def test_a_model_without_any() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, track_running_stats=False))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    statistics = RunningStatistics(model)
-    statistics.keep()
-    statistics.undo_if_not_finite()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
 class Shown(nn.Module):
     """Gives its input back, and notes in which mode it did."""
 
@@ -212,14 +196,14 @@ def test_a_batch_without_anything_to_count_is_refused() -> None:
     ("changes", "message"),
     [
         (
-            {"model": f"{HERE}:lost_in_the_middle"},
+            {"model": f"{HERE}:LostInTheMiddle"},
             (
                 r"steps 1 to 4 were all skipped or without a finite loss \(now loss nan, scale 8192, .*\): in forward the "
                 r"output of divide \(Divide\) is the first that is not finite; it is not finite in float32 either: try a lower"
             ),
         ),
         (
-            {"model": f"{HERE}:too_large_for_float16"},
+            {"model": f"{HERE}:Squares"},
             (
                 r"the output of scaled \(Times1e6\) is the first that is not finite; "
                 "in float32 it is finite: try bfloat16, or a policy that keeps the operation in float32"
@@ -235,7 +219,7 @@ def test_a_batch_without_anything_to_count_is_refused() -> None:
         ),
         ({"data": f"{HERE}:one_infinite"}, "the inputs of the batch hold inf or NaN; look at the data"),
         ({"learning_rate": 1e30}, r"the output of . \(\w+\), whose weights reach .*e\+\d\d, is the first"),
-        ({"patience": 3, "model": f"{HERE}:lost_in_the_middle"}, "steps 1 to 3 were all skipped"),
+        ({"patience": 3, "model": f"{HERE}:LostInTheMiddle"}, "steps 1 to 3 were all skipped"),
     ],
 )
 def test_it_names_what_went_wrong_first(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -257,8 +241,8 @@ def test_without_a_scale_the_first_gradient_that_is_not_finite_ends_the_run(tmp_
 
 def test_a_scale_on_its_way_down_is_waited_for(tmp_path: Path) -> None:
     """It has to fall below 2**10, which takes longer than the patience; looking for the cause changes nothing."""
-    patient = settings(tmp_path / "patient", model=f"{HERE}:overflowing", epochs=6, patience=100)
-    impatient = settings(tmp_path / "impatient", model=f"{HERE}:overflowing", epochs=6, patience=2)
+    patient = settings(tmp_path / "patient", model=f"{HERE}:Overflowing", epochs=6, patience=100)
+    impatient = settings(tmp_path / "impatient", model=f"{HERE}:Overflowing", epochs=6, patience=2)
     assert train(patient).skipped_steps == train(impatient).skipped_steps > 2
     assert (tmp_path / "patient" / "train.jsonl").read_bytes() == (tmp_path / "impatient" / "train.jsonl").read_bytes()
     first, second = (load_checkpoint(tmp_path / name / "checkpoint.pt") for name in ("patient", "impatient"))
@@ -273,9 +257,9 @@ def test_one_bad_item_is_skipped(tmp_path: Path) -> None:
 
 def test_a_run_too_short_for_patience_does_not_pass_for_a_success(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="steps 1 to 4 were all skipped .*: in forward the output of divide"):
-        train(settings(tmp_path, model=f"{HERE}:lost_in_the_middle", epochs=1))
+        train(settings(tmp_path, model=f"{HERE}:LostInTheMiddle", epochs=1))
     with pytest.raises(TrainingError, match="nothing was learned: all 4 steps were skipped, because gradients overflowed"):
-        train(settings(tmp_path, model=f"{HERE}:overflowing", epochs=1))
+        train(settings(tmp_path, model=f"{HERE}:Overflowing", epochs=1))
     assert len(steps(tmp_path)) == 4
     assert not (tmp_path / "checkpoint.pt").exists()
 

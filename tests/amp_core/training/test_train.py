@@ -119,7 +119,7 @@ def test_a_line_of_the_log_that_no_run_has_written_is_dropped(tmp_path: Path, li
 
 
 def test_what_a_module_keeps_as_extra_state_is_resumed_and_handed_on(tmp_path: Path) -> None:
-    run = settings(tmp_path, model=f"{HERE}:counting", checkpoint_every=1)
+    run = settings(tmp_path, model=f"{HERE}:Counting", checkpoint_every=1)
     killed_in(run, 7)
     train(run, resume=True)
     assert load_checkpoint(tmp_path / "checkpoint.pt").build_model().get_extra_state() == {"calls": 16}
@@ -231,7 +231,7 @@ def test_a_policy_is_trained_with_and_handed_on(tmp_path: Path) -> None:
             TrainingError,
             "and torch.optim:LBFGS do not fit together: .* argument: 'closure'",
         ),
-        ({"model": f"{HERE}:without_parameters"}, TrainingError, "has no parameter to train"),
+        ({"model": "torch.nn:ReLU"}, TrainingError, "has no parameter to train"),
         (
             {"model": f"{HERE}:halved"},
             TrainingError,
@@ -332,7 +332,7 @@ def drop(*path: Any) -> Change:
     ("change", "message"),
     [
         (put("epoch", value=-1), "has epoch -1, expected 0 or above"),
-        (put("step", value=-5), "has step -5, expected 0 or above"),
+        (put("step", value="five"), "has step as str, expected int"),
         (put("batch", value=True), "has batch as bool, expected int"),
         (put("batch", value=99), "cannot skip 99 batches of TensorDataset: an epoch has 4; has the data changed?"),
         (put("weights", value={1: torch.ones(2)}), "the weights do not fit the model that .*:model' builds"),
@@ -375,7 +375,7 @@ def test_a_scheduler_keeps_its_methods(killed: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "data"), [("reader", "by_name"), ("reader", "in_order"), ("together", "by_name"), ("reader", "padding")]
+    ("model", "data"), [("reader", "by_name"), ("reader", "in_order"), ("Together", "by_name"), ("reader", "padding")]
 )
 def test_they_are_trained_whichever_way_the_data_set_gives_them(tmp_path: Path, model: str, data: str) -> None:
     result = train(settings(tmp_path, model=f"{SEVERAL}:{model}", data=f"{SEVERAL}:{data}", epochs=20, learning_rate=0.1))
@@ -398,4 +398,4 @@ def test_two_processes_get_them_by_name(tmp_path: Path) -> None:
 
 def test_a_forward_that_takes_others_is_told_what_it_got(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"forward takes \(batch\) and got the inputs all in one, a list of 2"):
-        train(settings(tmp_path, model=f"{SEVERAL}:together", data=f"{SEVERAL}:in_order"))
+        train(settings(tmp_path, model=f"{SEVERAL}:Together", data=f"{SEVERAL}:in_order"))

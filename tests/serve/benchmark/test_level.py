@@ -69,10 +69,6 @@ def test_malformed_levels_are_refused(parse: Callable[[str], object], texts: lis
             parse(text)
 
 
-def test_the_text_of_a_load() -> None:
-    assert (Load(concurrency=16).text, Load(rate=2500.0).text) == ("16 in flight", "2500 requests/s")
-
-
 def statistics(scale: int) -> pb.ModelStatistics:
     made = pb.ModelStatistics(name="m", version="1", inference_count=40 * scale, execution_count=10 * scale)
     times = made.inference_stats
@@ -90,11 +86,6 @@ def test_counts_between_two_moments() -> None:
     assert share.compute_ms == pytest.approx(0.225)
 
 
-def test_counters_of_a_restarted_server_are_dropped() -> None:
-    before = ServerTotals(requests=10_000, rows=10_000, executions=10_000)
-    assert ServerTotals(requests=20_000, rows=20_000, executions=5_000).since(before) is None
-
-
 def test_versions_are_added_up() -> None:
     assert ServerTotals.of([statistics(1), statistics(2)]) == ServerTotals.of([statistics(3)])
 
@@ -103,14 +94,6 @@ def test_an_idle_server_has_no_means() -> None:
     idle = ServerTotals.of([statistics(2)]).since(ServerTotals.of([statistics(2)]))
     assert idle is not None
     assert (idle.mean_batch_size, idle.queue_ms, idle.compute_ms) == (None, None, None)
-
-
-def test_the_time_is_split_by_stage() -> None:
-    share = ServerTotals.of([statistics(3)])
-    assert share.split_ms == pytest.approx(
-        {"queue": 0.1, "compute_input": 0.05, "compute_infer": 0.15, "compute_output": 0.025}
-    )
-    assert set(ServerTotals().split_ms.values()) == {None}
 
 
 def test_rates_and_means() -> None:

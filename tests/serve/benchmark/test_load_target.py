@@ -87,11 +87,6 @@ def test_longer_answers_have_room_without_a_batch_dimension(tmp_path: Path) -> N
     assert (level.requests, level.tally.messages) == (12, {})
 
 
-def test_a_server_without_shared_memory_is_an_error(server: RunningServer) -> None:
-    with pytest.raises(ClientError, match="shared memory is off on this server"):
-        LoadTarget(server.address, ["mlp"], RequestSettings(shared_memory="system"))
-
-
 def test_without_a_device_its_memory_is_an_error(sharing_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_target, "cuda_driver", lambda: None)
     with pytest.raises(BenchmarkError, match="no CUDA device to share memory of; use --shared-memory system"):

@@ -161,16 +161,11 @@ def test_the_distribution_is_hdrhistograms_text(tmp_path: Path) -> None:
     assert hdr_histogram(histogram(*range(1, 101))).get_total_count() == 100
 
 
-def test_each_level_has_its_distribution(tmp_path: Path) -> None:
-    write_percentiles(tmp_path / "one.hgrm", report(level(1)))
-    write_percentiles(tmp_path / "all.hgrm", report(level(1), level(16)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["all-1.hgrm", "all-16.hgrm", "one.hgrm"]
-
-
 def test_distributions_have_distinct_files(tmp_path: Path) -> None:
     rates = [100.0, 1234567.0, 100.0, 1234568.0, 0.5]
     write_percentiles(tmp_path / "a.hgrm", report(*(level(load=Load(rate=rate)) for rate in rates)))
-    names = ["a-0.5.hgrm", "a-100-1.hgrm", "a-100-2.hgrm", "a-1234567.hgrm", "a-1234568.hgrm"]
+    write_percentiles(tmp_path / "one.hgrm", report(level(16)))
+    names = ["a-0.5.hgrm", "a-100-1.hgrm", "a-100-2.hgrm", "a-1234567.hgrm", "a-1234568.hgrm", "one.hgrm"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 

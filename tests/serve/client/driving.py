@@ -15,13 +15,19 @@ def metadata(datatype: str) -> pb.ModelMetadataResponse:
     return pb.ModelMetadataResponse(name="m", inputs=[tensor], outputs=[output])
 
 
-def drive(exchange: Exchange[Any], answers: list[Any]) -> tuple[list[str], Any]:
-    """Answer each call in turn; an exception among the answers is thrown. Returns the methods called and the result."""
+def drive(exchange: Exchange[Any], answers: list[Any], pauses: list[float] | None = None) -> tuple[list[str], Any]:
+    """Answer each call in turn; an exception among the answers is thrown. Returns the methods called and the result.
+
+    Args:
+        pauses: the seconds of each pause are appended to it.
+    """
     called = []
     try:
         step = next(exchange)
         while True:
             if isinstance(step, Pause):
+                if pauses is not None:
+                    pauses.append(step.seconds)
                 step = exchange.send(None)
                 continue
             called.append(step.method)

@@ -33,7 +33,6 @@ class ScriptedServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ship
         answers: method -> messages, bytes in their place, and failures; a method that is not there is unimplemented.
         calls: (method, request bytes, seconds that the client allows) in the order of arrival.
         headers: the metadata of the last call.
-        patient: whether a stream is read to its end before it is answered.
         endless: whether a stream whose requests are answered is left open until `release`.
         cancelled: set when a client has given up a call that waits for `release`.
         release: calls of methods in `held` wait for it.
@@ -44,7 +43,7 @@ class ScriptedServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ship
         self.calls: list[tuple[str, bytes, float | None]] = []
         self.held: set[str] = set()
         self.arrived, self.cancelled, self.release = threading.Event(), threading.Event(), threading.Event()
-        self.patient = self.endless = False
+        self.endless = False
         self.headers: dict[str, Any] = {}
         self._server = grpc.server(ThreadPoolExecutor(4), handlers=[self])
         self.address = f"127.0.0.1:{self._listen(credentials, port)}"
@@ -81,7 +80,7 @@ class ScriptedServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ship
 
     def _answer_stream(self, requests: Any, context: Any) -> Any:
         """One answer of the script for each request; the script's last one, if it is a failure, ends the call."""
-        for request in list(requests) if self.patient else requests:
+        for request in requests:
             if self.answers["ModelStreamInfer"][0] == ENDED:
                 return
             yield self._answer("ModelStreamInfer", request, context)

@@ -62,16 +62,6 @@ def test_closing_ends_the_calls_under_way(scripted: ScriptedServer) -> None:
     asyncio.run(ask())
 
 
-def test_is_made_outside_of_a_loop(server: RunningServer) -> None:
-    client = AsyncClient(server.address)
-
-    async def use() -> bool:
-        async with client:
-            return await client.is_live()
-
-    assert asyncio.run(use())
-
-
 def test_belongs_to_the_loop_of_its_first_call(server: RunningServer) -> None:
     client, x = AsyncClient(server.address), np.zeros((1, 64), np.float16)
 
@@ -86,16 +76,6 @@ def test_belongs_to_the_loop_of_its_first_call(server: RunningServer) -> None:
     asyncio.run(client.close())
     with pytest.raises(Cancelled, match="this client is closed"):
         asyncio.run(client.is_live())
-
-
-def test_closes_before_it_was_used() -> None:
-    async def use() -> None:
-        client = AsyncClient("127.0.0.1:1")
-        await client.close()
-        with pytest.raises(ClientError, match="this client is closed; make a new one"):
-            await client.server_metadata()
-
-    asyncio.run(use())
 
 
 def test_has_the_methods_of_the_synchronous_client() -> None:

@@ -75,15 +75,16 @@ def test_a_closed_output_pipe_is_no_error(server: RunningServer, digits: Path, a
 
 
 def test_infer_answers_machines_with_one_object(server: RunningServer, run: Run, digits: Path, tmp_path: Path) -> None:
-    written = tmp_path / "out.npz"
-    arguments = ("--address", server.address, "--input", f"x={digits}", "--version", "1", "--output-file", str(written))
-    code, out, _ = run("infer", "mlp", *arguments, "--json")
+    arguments = ("infer", "mlp", "--address", server.address, "--input", f"x={digits}", "--version", "1", "--json")
+    code, out, _ = run(*arguments, "--output-file", str(tmp_path / "out.npz"))
     answer = json.loads(out)
     assert (code, answer["model"], answer["version"]) == (0, "mlp", "1")
     y = answer["outputs"]["y"]
     assert (y["datatype"], y["shape"], y["argmax"]) == ("FP16", [1, 10], [int(np.argmax(y["data"]))])
-    with np.load(written) as arrays:
+    with np.load(tmp_path / "out.npz") as arrays:
         np.testing.assert_array_equal(arrays["y"], np.array(y["data"], np.float16), strict=True)
+    code, out, _ = run(*arguments, "--output-file", str(tmp_path / "out.json"))
+    assert (code, json.loads((tmp_path / "out.json").read_text())) == (0, json.loads(out))
 
 
 def test_nan_and_infinity_become_json_strings(server: RunningServer, run: Run) -> None:
@@ -175,13 +176,6 @@ def test_the_best_classes(server: RunningServer, run: Run, digits: Path) -> None
     assert (y["datatype"], y["shape"]) == ("BYTES", [1, 2])
 
 
-def test_outputs_as_a_json_file(server: RunningServer, run: Run, digits: Path, tmp_path: Path) -> None:
-    arguments = ("--address", server.address, "--input", f"x={digits}", "--output-file", str(tmp_path / "y.json"), "--json")
-    code, out, _ = run("infer", "mlp", *arguments)
-    assert code == 0
-    assert json.loads((tmp_path / "y.json").read_text()) == json.loads(out)
-
-
 def test_large_inputs_through_shared_memory(sharing: RunningServer, run: Run, digits: Path) -> None:
     code, out, _ = run("infer", "mlp", "--address", sharing.address, "--input", f"x={digits}", "--shared-memory", "--json")
     assert code == 0
@@ -213,19 +207,19 @@ def test_a_stream_sends_the_rows_of_an_array(server: RunningServer, run: Run, tm
     assert [answer["outputs"]["y"]["shape"] for answer in json.loads(out)["answers"]] == [[2, 10], [2, 10], [1, 10]]
 
 
-def test_a_line_that_is_no_request_ends_the_stream(server: RunningServer, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    given_on_stdin(monkeypatch, b'{"x": [[1]]}\n[1]\n')
-    code, _, err = run("infer", "mlp", "--address", server.address, "--input", "-", "--stream")
-    assert code == 2
-    assert err == "halfserve infer: --input standard input, line 2: expected a JSON object such as {'x': [...]}\n"
-
-
-def test_a_line_that_is_no_text_ends_the_stream(server: RunningServer, run: Run, tmp_path: Path) -> None:
-    (tmp_path / "r.jsonl").write_bytes(json.dumps({"x": [[0.5] * 64]}).encode() + b'\n{"\xff": 1}\n')
-    code, out, err = run("infer", "mlp", "--address", server.address, "--input", f"{tmp_path}/r.jsonl", "--stream")
-    assert code == 2
-    assert len(out.splitlines()) == 1
-    assert err.endswith("r.jsonl, line 2: expected JSON in UTF-8\n")
+@pytest.mark.parametrize(
+    ("line", "text"), [(b"[1]", "expected a JSON object such as {'x': [...]}"), (b'{"\xff": 1}', "expected JSON in UTF-8")]
+)
+def test_a_line_that_is_no_request_ends_the_stream(
+    server: RunningServer, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: bytes, text: str
+) -> None:
+    content = json.dumps({"x": [[0.5] * 64]}).encode() + b"\n" + line + b"\n"
+    given_on_stdin(monkeypatch, content)
+    (tmp_path / "r.jsonl").write_bytes(content)
+    for given, name in (("-", "standard input"), (f"{tmp_path}/r.jsonl", f"{tmp_path}/r.jsonl")):
+        code, out, err = run("infer", "mlp", "--address", server.address, "--input", given, "--stream")
+        assert (code, len(out.splitlines())) == (2, 1)
+        assert err == f"halfserve infer: --input {name}, line 2: {text}\n"
 
 
 @pytest.mark.parametrize("seconds", ["inf", "1e12", "0"])

@@ -170,19 +170,16 @@ def test_changes_to_inputs_are_reported(value: Any, shape: tuple[int, ...], note
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "text"),
+    ("name", "value", "shape", "text"),
     [
-        ("z", [1], "has no input 'z'; its inputs are: x"),
-        ("x", np.full((1, 2), 1e6), "2 of 2 values do not fit FP16"),
-        ("x", [1, 2, 3], r"has the shape \[3\], expected \[-1, 2\] \(-1: any size\)"),
-        ("x", [[[1, 2]]], r"has the shape \[1, 1, 2\], expected \[-1, 2\]"),
+        ("z", [1], (-1, 2), "has no input 'z'; its inputs are: x"),
+        ("x", np.full((1, 2), 1e6), (-1, 2), "2 of 2 values do not fit FP16"),
+        ("x", [1, 2, 3], (-1, 2), r"has the shape \[3\], expected \[-1, 2\] \(-1: any size\)"),
+        ("x", [[[1, 2]]], (-1, 2), r"has the shape \[1, 1, 2\], expected \[-1, 2\]"),
+        ("x", [1, 2], (3, 2), r"has the shape \[2\], expected \[3, 2\]"),
     ],
+    ids=["unknown", "range", "row", "rank", "a fixed first dimension is no batch"],
 )
-def test_inputs_that_do_not_fit_are_refused(name: str, value: Any, text: str) -> None:
+def test_inputs_that_do_not_fit_are_refused(name: str, value: Any, shape: tuple[int, ...], text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
-        fitted_inputs({name: value}, metadata())
-
-
-def test_a_fixed_first_dimension_is_no_batch() -> None:
-    with pytest.raises(InvalidRequest, match=r"has the shape \[2\], expected \[3, 2\]"):
-        fitted_inputs({"x": [1, 2]}, metadata(shape=(3, 2)))
+        fitted_inputs({name: value}, metadata(shape=shape))

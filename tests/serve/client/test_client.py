@@ -104,12 +104,6 @@ def test_every_datatype_round_trips(server: RunningServer, connect: Connect) -> 
         assert outputs[f"out_{wire}"].flags.writeable
 
 
-def test_lists_are_converted(server: RunningServer, connect: Connect) -> None:
-    client = connect(server.address)
-    as_list, as_array = client.infer("mlp", {"x": rows(2).tolist()}), client.infer("mlp", {"x": rows(2)})
-    np.testing.assert_array_equal(as_list["y"], as_array["y"])
-
-
 def test_another_dtype_is_refused_and_nothing_is_sent(scripted: ScriptedServer, connect: Connect) -> None:
     scripted.serve_model("FP16")
     with pytest.raises(
@@ -142,14 +136,6 @@ def test_server_and_model_metadata_are_returned(server: RunningServer, connect: 
     assert {("mlp", "1", "READY"), ("mlp", "3", "READY")} <= {(m.name, m.version, m.state) for m in client.models()}
     assert list(client.model_metadata("mlp").inputs[0].shape) == [-1, 64]
     assert client.model_config("mlp").max_batch_size == 16
-
-
-def test_statistics_count_the_requests(server: RunningServer, connect: Connect) -> None:
-    client = connect(server.address)
-    before = client.statistics("mlp", "1")[0].inference_count
-    client.infer("mlp", {"x": rows(3)}, version="1")
-    assert client.statistics("mlp", "1")[0].inference_count == before + 3
-    assert len(client.statistics()) > 1
 
 
 def test_metadata_is_asked_for_once(scripted: ScriptedServer, connect: Connect) -> None:
@@ -209,12 +195,6 @@ def test_no_server_at_the_address(connect: Connect) -> None:
         client.models()
     assert not client.is_live()
     assert not client.is_ready()
-
-
-def test_a_method_that_the_server_lacks(scripted: ScriptedServer, connect: Connect) -> None:
-    with pytest.raises(ClientError, match="does not offer RepositoryIndex") as lacking:
-        connect(scripted.address).models()
-    assert lacking.value.code == "UNIMPLEMENTED"
 
 
 def test_a_closed_client_refuses_calls(server: RunningServer, connect: Connect) -> None:
@@ -288,21 +268,11 @@ def test_nothing_is_opened_once_a_client_is_closed(scripted: ScriptedServer, mon
 
 @pytest.fixture(scope="module")
 def reference(repository: Path) -> Iterator[RunningServer]:
-    """The server on grpcio, with shared memory."""
-    with running_server(lambda: load_repository(repository), GrpcioServer, shared_memory=True) as running:
+    """The server on grpcio."""
+    with running_server(lambda: load_repository(repository), GrpcioServer) as running:
         yield running
 
 
 def test_both_transports_answer_alike(reference: RunningServer, server: RunningServer, connect: Connect) -> None:
     ours, theirs = (connect(one.address).infer("mlp", {"x": X})["y"] for one in (server, reference))
     np.testing.assert_array_equal(ours, theirs)
-
-
-def test_shared_memory(reference: RunningServer, connect: Connect) -> None:
-    client = connect(reference.address)
-    expected = client.infer("mlp", {"x": X})["y"]
-    with client.shared_region(X.nbytes + 60) as region:
-        x, y = region.array(X.shape, X.dtype), region.array((3, 10), np.float16)
-        x[:] = X
-        client.infer("mlp", {"x": x}, into={"y": y})
-    np.testing.assert_array_equal(y, expected)

@@ -24,22 +24,11 @@ from halfserve.serve.client.exchange import (
     is_safe,
     retried,
 )
+from tests.serve.client.driving import drive
 
 NEVER = Deadline.after(None)
 REFUSED = Overloaded("full", retry_after_s=0.5, repeat=Repeat.SAFE)
 LOST = ServerUnavailable("lost", repeat=Repeat.IF_IDEMPOTENT)
-
-
-def test_remaining_time_only_shrinks() -> None:
-    deadline = Deadline.after(50.0)
-    first, second = (deadline.remaining_s(method="ModelInfer", address="h:1") for _ in range(2))
-    assert first is not None
-    assert second is not None
-    assert 0 < second <= first <= 50
-
-
-def test_no_timeout_means_no_deadline() -> None:
-    assert Deadline.after(None).remaining_s(method="ModelInfer", address="h:1") is None
 
 
 def test_a_call_is_not_sent_when_nothing_is_left() -> None:
@@ -67,20 +56,10 @@ def ask(*, idempotent: bool = True) -> Exchange[str]:
 
 
 def run(exchange: Exchange[Any], answers: list[Any]) -> tuple[int, list[float], Any]:
-    """Answer the calls in turn; returns how many there were, the pauses between them, and the result."""
-    calls, pauses = 0, []
-    try:
-        step = next(exchange)
-        while True:
-            if isinstance(step, Pause):
-                pauses.append(step.seconds)
-                step = exchange.send(None)
-                continue
-            calls += 1
-            answer = answers.pop(0)
-            step = exchange.throw(answer) if isinstance(answer, Exception) else exchange.send(answer)
-    except StopIteration as finished:
-        return calls, pauses, finished.value
+    """Return the number of calls, the pauses between them, and the result."""
+    pauses: list[float] = []
+    called, result = drive(exchange, answers, pauses)
+    return len(called), pauses, result
 
 
 def test_asks_again_after_a_pause_and_the_servers_hint() -> None:
@@ -88,11 +67,6 @@ def test_asks_again_after_a_pause_and_the_servers_hint() -> None:
     assert (calls, result) == (3, "yes")
     assert 0.5 <= pauses[0] <= 0.6
     assert 0 <= pauses[1] <= 0.2
-
-
-def test_gives_up_with_the_last_error() -> None:
-    with pytest.raises(ServerUnavailable, match="lost"):
-        run(retried(ask(), RetryPolicy(retries=1), RetryBudget(), NEVER), [REFUSED, LOST, "too late"])
 
 
 @pytest.mark.parametrize(

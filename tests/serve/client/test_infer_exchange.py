@@ -39,12 +39,6 @@ def ask(state: InferState, value: Any, **options: Any) -> Exchange[Any]:
     return infer(state, "m", {"x": value}, **options)
 
 
-def test_the_second_inference_needs_one_call() -> None:
-    state = InferState()
-    assert drive(ask(state, [1]), [metadata("FP32"), pb.ModelInferResponse()])[0] == ["ModelMetadata", "ModelInfer"]
-    assert drive(ask(state, [1]), [pb.ModelInferResponse()])[0] == ["ModelInfer"]
-
-
 def test_old_metadata_does_not_refuse_inputs_of_a_new_model() -> None:
     state = state_with("FP32")
     called, _ = drive(ask(state, np.array([1.0])), [metadata("FP64"), pb.ModelInferResponse()])
@@ -104,17 +98,6 @@ def late(state: InferState) -> list[str]:
     with pytest.raises(DeadlineExceeded):
         exchange.throw(DeadlineExceeded("late"))
     return regions
-
-
-def test_large_tensors_reuse_shared_memory() -> None:
-    state = state_with("FP32", shared_memory=True)
-    first = ask(state, LARGE)
-    (region,) = shared(register(first))
-    with pytest.raises(StopIteration):
-        first.send(pb.ModelInferResponse())
-    (again,) = shared(next(ask(state, LARGE)))
-    assert region.startswith("halfserve-")
-    assert again.startswith("halfserve-")
 
 
 def test_shared_memory_is_tried_once_on_a_server_without_it() -> None:

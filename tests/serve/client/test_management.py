@@ -10,7 +10,7 @@ from halfserve import InvalidRequest, Unsupported
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.client import management
 from halfserve.serve.client.errors import ClientError, DeadlineExceeded, ModelNotFound, ServerUnavailable
-from halfserve.serve.client.exchange import Deadline, Pause, UnaryRpc
+from halfserve.serve.client.exchange import Deadline, Exchange, Pause, UnaryRpc
 from tests.serve.client.conftest import Connect
 from tests.serve.client.driving import drive
 from tests.serve.client.scripted_server import ScriptedServer
@@ -126,16 +126,23 @@ def test_trace_settings_are_lists_of_texts() -> None:
     assert drive(management.trace_settings("", {}), [answer])[1] == {"trace_rate": ["9"]}
 
 
-@pytest.mark.parametrize("value", [-1, 2**32, 0.5, None])
-def test_invalid_log_settings_are_refused(value: Any) -> None:
-    with pytest.raises(InvalidRequest, match="log setting 'a' must be a bool, a whole number of 0 or more, or text, not"):
-        next(management.log_settings({"a": value}))
+NO_SETTINGS: list[Any] = [-1, 2**32, 0.5, None]
 
 
-def test_settings_that_utf_8_cannot_encode_are_refused() -> None:
-    for changed in (management.log_settings({"a": "\udcff"}), management.trace_settings("m", {"a": ["b", "\udcff"]})):
-        with pytest.raises(InvalidRequest, match="setting 'a' must be text that UTF-8 can encode, not"):
-            next(changed)
+@pytest.mark.parametrize(
+    ("exchange", "text"),
+    [
+        *(
+            (management.log_settings({"a": value}), "log setting 'a' must be a bool, a whole number of 0 or more, or text, not")
+            for value in NO_SETTINGS
+        ),
+        (management.log_settings({"a": "\udcff"}), "setting 'a' must be text that UTF-8 can encode, not"),
+        (management.trace_settings("m", {"a": ["b", "\udcff"]}), "setting 'a' must be text that UTF-8 can encode, not"),
+    ],
+)
+def test_invalid_settings_are_refused(exchange: Exchange[Any], text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text):
+        next(exchange)
 
 
 def test_a_server_without_model_control_is_unsupported(scripted: ScriptedServer, connect: Connect) -> None:

@@ -126,24 +126,6 @@ def test_closing_unregisters_once(scripted: ScriptedServer, connect: Connect) ->
     assert scripted.count("SystemSharedMemoryUnregister") == 1
 
 
-def test_closing_unregisters_regions_in_use(scripted: ScriptedServer) -> None:
-    scripted.serve_model()
-    scripted.answers |= SHARING
-    scripted.held, before = {"ModelInfer"}, ours()
-
-    async def close_meanwhile() -> None:
-        client = AsyncClient(scripted.address, shared_memory=True)
-        asking = asyncio.create_task(client.infer("m", {"x": np.ones((40_000, 2), np.float32)}))
-        assert await asyncio.to_thread(scripted.arrived.wait, 10)
-        await client.close()
-        with pytest.raises(Cancelled):
-            await asking
-
-    asyncio.run(close_meanwhile())
-    assert scripted.count("SystemSharedMemoryUnregister") == scripted.count("SystemSharedMemoryRegister") == 1
-    assert ours() == before
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 def test_closing_unregisters_what_a_call_under_way_uses(*, is_async: bool) -> None:
     backend, inputs = HeldBackend(held=True), {"x": np.ones((1, 40_000), np.float32)}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from halfserve import Client
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.benchmark.load import calls
-from halfserve.serve.benchmark.load.calls import _streamed_status, _timeout, call_headers, framed
+from halfserve.serve.benchmark.load.calls import _streamed_status, _timeout, call_headers
 from halfserve.serve.benchmark.load.driver import ClosedLoop, Driver, OpenLoop, intended_times, pacer_of
 from halfserve.serve.benchmark.load.spec import Arrivals, LoadEndpoint, LoadSpec, LoadStatistics, TlsPaths
 from halfserve.serve.transports.grpc_framing import timeout_seconds
@@ -130,16 +130,6 @@ def test_errors_in_a_stream_are_read_without_protobuf(length: int) -> None:
     failed = pb.ModelStreamInferResponse(error_message=text)
     failed.infer_response.id = "7"
     assert _streamed_status(failed.SerializeToString()) == ("UNKNOWN", text)
-
-
-def test_answers_in_a_stream_are_successes() -> None:
-    answer = pb.ModelStreamInferResponse()
-    answer.infer_response.model_name = "mlp"
-    assert _streamed_status(answer.SerializeToString()) == ("OK", "")
-
-
-def test_a_message_is_framed_as_grpc_does() -> None:
-    assert framed(b"abc") == b"\0\0\0\0\x03abc"
 
 
 def message(rows: int = 1, version: str = "1") -> bytes:
