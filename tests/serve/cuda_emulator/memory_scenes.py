@@ -149,15 +149,11 @@ def test_nothing_is_locked_for_the_cpu(tmp_path: Path, device: ctypes.CDLL) -> N
 
 
 class Exported:
-    """Tensors that clients have exported: they lie on the device.
-
-    Attributes:
-        reads: how many bytes were copied to the host, by each copy.
-    """
+    """Tensors that clients have exported: they lie on the device."""
 
     def __init__(self, count: int, each: int) -> None:
         """Of `count` requests with `each` rows."""
-        self.reads: list[int] = []
+        self.reads: list[int] = []  # how many bytes were copied to the host, by each copy
         driver = cuda_driver()
         assert driver is not None
         self._memory, _ = driver.allocate_shared(4 + count * each * COLUMNS * 4, 0)

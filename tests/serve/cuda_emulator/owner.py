@@ -19,11 +19,7 @@ HANDLE_BYTES = 64
 
 
 class Owner:
-    """Such a process, seen from another.
-
-    Attributes:
-        handle: of its memory.
-    """
+    """Such a process, seen from another."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process

@@ -31,16 +31,11 @@ WAYS = "halfserve.cuda_ways"
 
 @dataclass
 class GivenTimes:
-    """Measures what a test says, in the order of the ways that are measured.
+    """Measures what a test says, in the order of the ways that are measured."""
 
-    Attributes:
-        ms: times, and times on the processor; the first are those of the usual way.
-        recorded: whether each backend that was measured records CUDA graphs.
-    """
-
-    ms: Sequence[tuple[float, float]]
+    ms: Sequence[tuple[float, float]]  # times, and times on the processor; the first are those of the usual way
     answers: list[float] = field(default_factory=list)
-    recorded: list[bool] = field(default_factory=list)
+    recorded: list[bool] = field(default_factory=list)  # whether each backend that was measured records CUDA graphs
 
     def __call__(self, backend: Backend, batch: Mapping[str, Array]) -> WayCost:
         assert isinstance(backend, OnnxRuntimeBackend)

@@ -33,18 +33,12 @@ class FakeBackend:
 
 
 class HeldBackend(FakeBackend):
-    """Adds 1 to x. Computes nothing until `release` is set; fails on a batch that holds a negative value.
-
-    Attributes:
-        entered: set when a batch has reached the worker thread.
-        release: set it to let batches through.
-        batches: the rows of each batch that was tried, in order.
-    """
+    """Adds 1 to x. Computes nothing until `release` is set; fails on a batch that holds a negative value."""
 
     def __init__(self, *, held: bool = False) -> None:
-        self.entered = threading.Event()
-        self.release = threading.Event()
-        self.batches: list[list[float]] = []
+        self.entered = threading.Event()  # set when a batch has reached the worker thread
+        self.release = threading.Event()  # set it to let batches through
+        self.batches: list[list[float]] = []  # the rows of each batch that was tried, in order
         if not held:
             self.release.set()
 

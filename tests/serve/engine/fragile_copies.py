@@ -28,14 +28,10 @@ DOWN = "the model failed and cannot be loaded just now (the next attempt {}); tr
 
 
 class Fragile(FakeBackend):
-    """Adds 1 to x, until a batch holds a negative value: then its device is lost.
-
-    Attributes:
-        batches: the values of each batch that was tried.
-    """
+    """Adds 1 to x, until a batch holds a negative value: then its device is lost."""
 
     def __init__(self) -> None:
-        self.batches: list[list[float]] = []
+        self.batches: list[list[float]] = []  # the values of each batch that was tried
         self._lost = False
 
     def run(self, inputs: Tensors) -> Tensors:
@@ -68,11 +64,7 @@ def runner_of(instance: Instance) -> TensorRunner:
 
 
 class Scene:
-    """A batcher over some copies, and what its requests got.
-
-    Attributes:
-        reloads: how often a copy was loaded again.
-    """
+    """A batcher over some copies, and what its requests got."""
 
     def __init__(
         self,
@@ -82,7 +74,7 @@ class Scene:
         short_s: Mapping[int, float] = NOTHING_KNOWN,
         **how: Any,
     ) -> None:
-        self.reloads = 0
+        self.reloads = 0  # how often a copy was loaded again
         self.statistics = Statistics()
 
         def load(number: int) -> Backend:

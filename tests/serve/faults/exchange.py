@@ -28,11 +28,7 @@ def call_headers(path: str, *extra: tuple[bytes, bytes]) -> list[tuple[bytes, by
 
 
 def messages_in(body: bytes) -> list[bytes]:
-    """The messages of an answer.
-
-    Raises:
-        ValueError: the answer ends inside a message, or one is compressed.
-    """
+    """The messages of an answer."""
     found, position = [], 0
     while position < len(body):
         end = position + PREFIX_BYTES + int.from_bytes(body[position + 1 : position + PREFIX_BYTES], "big")
@@ -45,21 +41,13 @@ def messages_in(body: bytes) -> list[bytes]:
 
 @dataclass
 class Answer:
-    """Complete answer to one call.
+    """Complete answer to one call."""
 
-    Attributes:
-        http: HTTP status; 0 if none came.
-        code: gRPC status; None if none came.
-        text: the grpc-message header as sent.
-        body: all data.
-        reset: HTTP/2 error code that ended the stream; None if it ended normally.
-    """
-
-    http: int = 0
-    code: int | None = None
-    text: str = ""
+    http: int = 0  # HTTP status; 0 if none came
+    code: int | None = None  # gRPC status; None if none came
+    text: str = ""  # the grpc-message header as sent
     body: bytes = b""
-    reset: int | None = None
+    reset: int | None = None  # HTTP/2 error code that ended the stream; None if it ended normally
     pieces: list[bytes] = field(default_factory=list)
 
     def take_headers(self, headers: Headers) -> None:
@@ -78,9 +66,6 @@ class Exchange(Generic[T]):
 
     Args:
         address: HOST:PORT.
-
-    Raises:
-        ConnectionLostError: there is no server at the address.
     """
 
     def __init__(self, address: str) -> None:
@@ -106,19 +91,11 @@ class Exchange(Generic[T]):
         self._open[stream] = tag, Answer()
 
     def flush(self) -> None:
-        """Write what the socket takes.
-
-        Raises:
-            ConnectionLostError: the server hung up.
-        """
+        """Write what the socket takes."""
         self._connection.flush()
 
     def answers(self) -> list[tuple[T, Answer]]:
-        """Read the available data; returns the calls that have ended.
-
-        Raises:
-            ConnectionLostError: the server hung up.
-        """
+        """Read the available data; returns the calls that have ended."""
         ended = []
         event: Any
         for event in self._connection.receive():
@@ -134,11 +111,7 @@ class Exchange(Generic[T]):
         return ended
 
     def wait(self) -> list[tuple[T, Answer]]:
-        """Wait for the answers to all calls in flight.
-
-        Raises:
-            ConnectionLostError: the server hung up, or did not answer in time.
-        """
+        """Wait for the answers to all calls in flight."""
         done: list[tuple[T, Answer]] = []
         until = time.monotonic() + WAIT_S
         while self._open:
@@ -153,11 +126,7 @@ class Exchange(Generic[T]):
 
 
 def turn(exchanges: Iterable[Exchange[T]]) -> list[tuple[T, Answer]]:
-    """Write to all connections, wait until one is readable, and read; returns the calls that have ended.
-
-    Raises:
-        ConnectionLostError: the server hung up.
-    """
+    """Write to all connections, wait until one is readable, and read; returns the calls that have ended."""
     exchanges = list(exchanges)
     for exchange in exchanges:
         exchange.flush()

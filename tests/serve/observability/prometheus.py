@@ -45,11 +45,7 @@ class Prometheus:
     url: str
 
     def ask(self, path: str, **parameters: str) -> Any:
-        """The data that the API answers below /api/v1.
-
-        Raises:
-            AssertionError: with the API's own words, such as where a query is not valid.
-        """
+        """The data that the API answers below /api/v1."""
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with urllib.request.urlopen(url, timeout=60) as answer:  # noqa: S310 (`url` begins with http)

@@ -47,23 +47,14 @@ class Restored:
 
 @dataclass
 class Cluster:
-    """A cluster with room for one member per machine, and clients that send requests continuously.
+    """A cluster with room for one member per machine, and clients that send requests continuously."""
 
-    Attributes:
-        machines: machines, of which the first is Ray's head and has no room for a member.
-        repository: repository of the models in `benchmarks.harness.models`.
-        tally: results of the requests, by model.
-        known: addresses of members, the most recently seen first.
-        isolated: machine that may have an old directory and is not asked.
-        upgrades: number of times that all members were replaced.
-    """
-
-    machines: Machines
-    repository: Path
-    tally: Tally = field(default_factory=Tally)
-    known: list[str] = field(default_factory=list)
-    isolated: Host | None = None
-    upgrades: int = 0
+    machines: Machines  # machines, of which the first is Ray's head and has no room for a member
+    repository: Path  # repository of the models in `benchmarks.harness.models`
+    tally: Tally = field(default_factory=Tally)  # results of the requests, by model
+    known: list[str] = field(default_factory=list)  # addresses of members, the most recently seen first
+    isolated: Host | None = None  # machine that may have an old directory and is not asked
+    upgrades: int = 0  # number of times that all members were replaced
 
     def serving(self) -> dict[str, str]:
         """Addresses of the members that serve, by id."""

@@ -36,19 +36,13 @@ def add(number: float) -> Compute:
 
 
 class StepBackend(FakeBackend):
-    """Computes with a function; nothing until `release` is set.
-
-    Attributes:
-        entered: set when a batch has reached the worker thread.
-        release: set it to let batches through.
-        batches: the inputs of each batch that was tried, in order.
-    """
+    """Computes with a function; nothing until `release` is set."""
 
     def __init__(self, compute: Compute, *, held: bool = False) -> None:
         self._compute = compute
-        self.entered = threading.Event()
-        self.release = threading.Event()
-        self.batches: list[Tensors] = []
+        self.entered = threading.Event()  # set when a batch has reached the worker thread
+        self.release = threading.Event()  # set it to let batches through
+        self.batches: list[Tensors] = []  # the inputs of each batch that was tried, in order
         if not held:
             self.release.set()
 

@@ -36,14 +36,10 @@ POISON = -1.0
 
 
 class Doubling(FakeBackend):
-    """Doubles x, after `check` has had a look at all rows.
-
-    Attributes:
-        runs: the rows of each run that was tried.
-    """
+    """Doubles x, after `check` has had a look at all rows."""
 
     def __init__(self, check: Callable[[Array], None] = lambda _: None) -> None:
-        self.runs: list[list[float]] = []
+        self.runs: list[list[float]] = []  # the rows of each run that was tried
         self._check = check
 
     def run(self, inputs: Tensors) -> Tensors:

@@ -13,15 +13,11 @@ from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, on_loop
 
 
 class Wide(Fragile):
-    """Gives outputs of a number of bytes.
-
-    Attributes:
-        waited: for each batch, whether a thread has waited for the backlog before.
-    """
+    """Gives outputs of a number of bytes."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.waited: list[bool] = []
+        self.waited: list[bool] = []  # for each batch, whether a thread has waited for the backlog before
         self._size = size
 
     def run(self, inputs: Tensors) -> Tensors:

@@ -26,15 +26,11 @@ AHEAD_S = 0.004  # time of a batch that another one may wait behind
 
 
 class Noting(HeldBackend):
-    """Notes the inputs of each batch, too.
-
-    Attributes:
-        arrays: the inputs of each batch that was computed.
-    """
+    """Notes the inputs of each batch, too."""
 
     def __init__(self, *, held: bool = False) -> None:
         super().__init__(held=held)
-        self.arrays: list[Array] = []
+        self.arrays: list[Array] = []  # the inputs of each batch that was computed
 
     def run(self, inputs: Tensors) -> Tensors:
         self.arrays.append(inputs["x"])
@@ -42,21 +38,15 @@ class Noting(HeldBackend):
 
 
 class Source:
-    """The bytes of requests, and who reads them.
-
-    Attributes:
-        reads: the values that were read, in order.
-        threads: kinds of the threads that read.
-        all_read: set once `ROWS` values were read, or those of a request were not there.
-    """
+    """The bytes of requests, and who reads them."""
 
     def __init__(self, width: int, *, missing: float | None = None) -> None:
         """`missing`: the request whose bytes are not there."""
         self._width = width
         self._missing = missing
-        self.reads: list[float] = []
-        self.threads: set[str] = set()
-        self.all_read = threading.Event()
+        self.reads: list[float] = []  # the values that were read, in order
+        self.threads: set[str] = set()  # kinds of the threads that read
+        self.all_read = threading.Event()  # set once `ROWS` values were read, or those of a request were not there
 
     def request(self, value: float, done: Callable[[Any], None]) -> InferRequest:
         x = np.full((1, self._width), value, np.float32)

@@ -23,13 +23,7 @@ DEVICE = [(rows, length, 0.01 + 1e-6 * rows * length) for rows in (1, 8) for len
 
 
 class Held:
-    """A batcher whose one instance computes nothing until it is released; it computes x + 1.
-
-    Attributes:
-        backend: of the instance.
-        batcher: the real one.
-        results: by the length of the request.
-    """
+    """A batcher whose one instance computes nothing until it is released; it computes x + 1."""
 
     def __init__(self) -> None:
         self.backend = HeldBackend(held=True)
@@ -37,7 +31,7 @@ class Held:
         instance = make_instance(self.backend, 0, Supervision(label="m/1", padding=padding))
         mixed = MixedLengths(padding, BatchCosts(DEVICE))
         self.batcher = Batcher([instance], BatchLimits(max_rows=8), Statistics(), mixed=mixed)
-        self.results: dict[int, Tensors | InferenceError] = {}
+        self.results: dict[int, Tensors | InferenceError] = {}  # by the length of the request
 
     def submit(self, length: int, value: float = 1.0, leave_by: float | None = None) -> InferRequest:
         x = np.full((1, length), value, np.float32)

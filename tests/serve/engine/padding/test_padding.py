@@ -24,14 +24,10 @@ BAD = 999.0
 
 
 class Echo(FakeBackend):
-    """x FP16 [rows, length], computed in fp32 -> twice FP32 [rows, length] and total [rows]; a batch with BAD fails.
-
-    Attributes:
-        seen: x of each run.
-    """
+    """x FP16 [rows, length], computed in fp32 -> twice FP32 [rows, length] and total [rows]; a batch with BAD fails."""
 
     def __init__(self) -> None:
-        self.seen: list[Array] = []
+        self.seen: list[Array] = []  # x of each run
 
     def run(self, inputs: Tensors) -> Tensors:
         x = inputs["x"]

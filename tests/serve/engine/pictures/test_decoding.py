@@ -57,20 +57,13 @@ class Recorder:
 
 
 class Decoder:
-    """Stands in for the decoding of a picture: notes its thread and width, and waits for its release.
-
-    Attributes:
-        threads: names of the threads that have decoded.
-        widths: widths of the pictures, in the order in which decoding began.
-        begun: gets the width of each picture.
-        release: lets all pictures be decoded.
-    """
+    """Stands in for the decoding of a picture: notes its thread and width, and waits for its release."""
 
     def __init__(self) -> None:
-        self.threads: list[str] = []
-        self.widths: list[int] = []
-        self.begun: SimpleQueue[int] = SimpleQueue()
-        self.release = Event()
+        self.threads: list[str] = []  # names of the threads that have decoded
+        self.widths: list[int] = []  # widths of the pictures, in the order in which decoding began
+        self.begun: SimpleQueue[int] = SimpleQueue()  # gets the width of each picture
+        self.release = Event()  # lets all pictures be decoded
 
     def pixels(self, picture: EncodedPicture, preparation: PicturePreparation) -> Array:
         self.threads.append(current_thread().name)

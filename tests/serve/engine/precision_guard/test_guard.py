@@ -32,14 +32,10 @@ TWIN_VALUE = 7.0
 
 
 class Constant(FakeBackend):
-    """A twin that answers `value` in "y" and 3 in "n", `rows_each` per row; fails where x is 13.
-
-    Attributes:
-        rows: of each run.
-    """
+    """A twin that answers `value` in "y" and 3 in "n", `rows_each` per row; fails where x is 13."""
 
     def __init__(self, value: float = TWIN_VALUE, *, rows_each: int = 1) -> None:
-        self.rows: list[int] = []
+        self.rows: list[int] = []  # rows of each run
         self._value = value
         self._rows_each = rows_each
 

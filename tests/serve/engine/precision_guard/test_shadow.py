@@ -160,17 +160,12 @@ WAIT_S = 60.0
 
 
 class Doubling(FakeBackend):
-    """A twin that doubles x, and can be held; signals each run.
-
-    Attributes:
-        release: computes nothing until it is set.
-        entered: counts the runs that began.
-    """
+    """A twin that doubles x, and can be held; signals each run."""
 
     def __init__(self) -> None:
-        self.release = threading.Event()
+        self.release = threading.Event()  # computes nothing until it is set
         self.release.set()
-        self.entered = threading.Semaphore(0)
+        self.entered = threading.Semaphore(0)  # counts the runs that began
         self.seen: list[list[float]] = []
 
     def run(self, inputs: Tensors) -> Tensors:

@@ -21,23 +21,14 @@ SHOWN_BYTES = 4096
 
 @dataclass(frozen=True)
 class Case:
-    """A call.
-
-    Attributes:
-        kind: kind under which it is counted.
-        data: all bytes to send, including gRPC prefixes.
-        check: returns the fault of an answer; "" if it is right.
-        headers: headers of the call.
-        end: whether the client ends its side; otherwise it stays silent, as if more data were to come.
-        messages: number of messages that it counts as.
-    """
+    """A call."""
 
     kind: str
-    data: bytes
-    check: Check
+    data: bytes  # all bytes to send, including gRPC prefixes
+    check: Check  # returns the fault of an answer; "" if it is right
     headers: Headers = field(default=tuple(INFER_HEADERS))
-    end: bool = True
-    messages: int = 1
+    end: bool = True  # whether the client ends its side; otherwise it stays silent, as if more data were to come
+    messages: int = 1  # number of messages that it counts as
 
     def complaint(self, answer: Answer) -> str:
         """The fault of an answer, with the sent bytes in hexadecimal; "" if the answer is right."""

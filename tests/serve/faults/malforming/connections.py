@@ -37,13 +37,11 @@ class Fault:
     """Bytes of a client that break a rule.
 
     Attributes:
-        kind: kind under which it is counted.
-        data: all bytes from the connection's start.
         codes: error codes that the server may send in GOAWAY or RST_STREAM; CLOSED if it may just close the connection.
     """
 
     kind: str
-    data: bytes
+    data: bytes  # all bytes from the connection's start
     codes: frozenset[int]
 
     def complaint(self, address: str) -> str:

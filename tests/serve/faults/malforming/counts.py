@@ -10,19 +10,12 @@ LISTED = 3  # complaints that are kept for each kind
 
 @dataclass
 class Counts:
-    """Counts so far.
+    """Counts so far."""
 
-    Attributes:
-        right: messages with the right answer, by kind.
-        wrong: messages with a wrong answer, by kind.
-        statuses: calls by final status: gRPC's number, or HTTP's if there was none.
-        complaints: descriptions of the first few faults of each kind.
-    """
-
-    right: Counter[str] = field(default_factory=Counter)
-    wrong: Counter[str] = field(default_factory=Counter)
-    statuses: Counter[str] = field(default_factory=Counter)
-    complaints: list[str] = field(default_factory=list)
+    right: Counter[str] = field(default_factory=Counter)  # messages with the right answer, by kind
+    wrong: Counter[str] = field(default_factory=Counter)  # messages with a wrong answer, by kind
+    statuses: Counter[str] = field(default_factory=Counter)  # calls by final status: gRPC's number, or HTTP's if there was none
+    complaints: list[str] = field(default_factory=list)  # descriptions of the first few faults of each kind
     _listed: Counter[str] = field(default_factory=Counter)
 
     def take(self, kind: str, complaint: str, messages: int = 1) -> None:

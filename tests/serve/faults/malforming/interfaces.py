@@ -28,13 +28,11 @@ class Interface:
 
     Attributes:
         inputs: (datatype, shape) by name; the first dimension is the batch, -1 takes any size.
-        outputs: datatypes by name, in the model's order.
-        answer: computes the outputs for valid inputs.
     """
 
     inputs: Mapping[str, tuple[str, tuple[int, ...]]]
-    outputs: Mapping[str, str]
-    answer: Answers
+    outputs: Mapping[str, str]  # datatypes by name, in the model's order
+    answer: Answers  # computes the outputs for valid inputs
 
 
 def _affine(x: Mapping[str, Array]) -> dict[str, Array]:

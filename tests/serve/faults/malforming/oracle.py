@@ -24,16 +24,10 @@ NAME, SIZE, OFFSET = PLACE
 
 @dataclass(frozen=True)
 class Due:
-    """The allowed answers to a request.
+    """The allowed answers to a request."""
 
-    Attributes:
-        codes: right gRPC statuses; OK, alone or among others, if it may be answered.
-        outputs: expected outputs in order; None if they are not predictable.
-        id: expected id of the answer.
-    """
-
-    codes: frozenset[int]
-    outputs: dict[str, Array] | None = None
+    codes: frozenset[int]  # right gRPC statuses; OK, alone or among others, if it may be answered
+    outputs: dict[str, Array] | None = None  # expected outputs in order; None if they are not predictable
     id: str = ""
 
 

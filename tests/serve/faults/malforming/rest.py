@@ -19,25 +19,15 @@ CLOSED = 0  # the connection ended without an answer
 
 @dataclass(frozen=True)
 class RestFault:
-    """An invalid request.
-
-    Attributes:
-        kind: kind under which it is counted.
-        statuses: right HTTP statuses.
-        body: body of the request.
-        path: path of the request.
-        method: HTTP method.
-        headers: additional headers.
-        raw: bytes to send on a separate connection instead of the request.
-    """
+    """An invalid request."""
 
     kind: str
-    statuses: frozenset[int]
+    statuses: frozenset[int]  # right HTTP statuses
     body: bytes = b""
     path: str = ""
     method: str = "POST"
-    headers: Mapping[str, str] = field(default_factory=dict)
-    raw: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)  # additional headers
+    raw: bytes = b""  # bytes to send on a separate connection instead of the request
 
 
 class RestClient:

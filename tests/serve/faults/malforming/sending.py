@@ -26,11 +26,7 @@ ROUND = 2000  # messages in a round, which consists of calls, then REST, then br
 
 
 def send_calls(address: str, cases: Iterator[Case], counts: Counts, good: Counts) -> None:
-    """Send calls over one connection, and good ones over another, until all have been answered.
-
-    Raises:
-        ConnectionLostError: the server hung up.
-    """
+    """Send calls over one connection, and good ones over another, until all have been answered."""
     bad_line: Exchange[Case] = Exchange(address)
     good_line: Exchange[Case] = Exchange(address)
     always = itertools.cycle(good_cases())
@@ -54,11 +50,7 @@ def send_calls(address: str, cases: Iterator[Case], counts: Counts, good: Counts
 
 
 def send_all(server: ServerProcess, count: int, seed: int, counts: Counts, good: Counts) -> None:
-    """Send at least `count` messages of all kinds.
-
-    Raises:
-        ConnectionLostError: the server hung up on a connection that broke no rule of HTTP/2.
-    """
+    """Send at least `count` messages of all kinds."""
     chance = seeded(seed)
     client = RestClient(server.http_address)
     try:

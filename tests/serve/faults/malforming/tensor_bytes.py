@@ -19,11 +19,7 @@ class BadBytesError(Exception):
 
 
 def from_raw(raw: bytes, wire: str, shape: Sequence[int]) -> Array:
-    """Decode little-endian, row-major elements without padding; a BYTES element is its length in four bytes, then its data.
-
-    Raises:
-        BadBytesError: the bytes are too few, or too many.
-    """
+    """Decode little-endian, row-major elements without padding; a BYTES element is its length in four bytes, then its data."""
     count = math.prod(shape)
     if wire == "BYTES":
         return _objects(_texts(raw), shape)
@@ -35,11 +31,7 @@ def from_raw(raw: bytes, wire: str, shape: Sequence[int]) -> Array:
 
 
 def from_contents(contents: Any, wire: str, shape: Sequence[int]) -> Array:
-    """Decode single elements, which must be in the field of their datatype only.
-
-    Raises:
-        BadBytesError: there is no such field, other fields have elements, or there are too few or too many.
-    """
+    """Decode single elements, which must be in the field of their datatype only."""
     field = FIELDS.get(wire)
     filled = {descriptor.name for descriptor, _ in contents.ListFields()}
     values = list(getattr(contents, field)) if field else []

@@ -32,27 +32,16 @@ RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 
 @dataclass
 class Scene:
-    """State for the injection of faults.
-
-    Attributes:
-        address: address of the server.
-        pid: process id of the server.
-        client: client for regular requests.
-        channel: channel for messages that no client would send.
-        random: source of the random choices.
-        tally: receives the results.
-        number: number of the current fault, from 0.
-        recoveries_s: seconds from giving up a model until it answered again.
-    """
+    """State for the injection of faults."""
 
     address: str
     pid: int
-    client: Client
-    channel: grpc.Channel
-    random: np.random.Generator
-    tally: Tally
-    number: int = 0
-    recoveries_s: list[float] = field(default_factory=list)
+    client: Client  # client for regular requests
+    channel: grpc.Channel  # channel for messages that no client would send
+    random: np.random.Generator  # source of the random choices
+    tally: Tally  # receives the results
+    number: int = 0  # number of the current fault, from 0
+    recoveries_s: list[float] = field(default_factory=list)  # seconds from giving up a model until it answered again
 
 
 Act = Callable[[Scene], None]

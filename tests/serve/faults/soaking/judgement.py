@@ -29,15 +29,10 @@ BLOCKS = 12  # neighbouring samples are similar, so the line is fitted to the me
 
 @dataclass(frozen=True)
 class Report:
-    """Results and verdict of a soak.
+    """Results and verdict of a soak."""
 
-    Attributes:
-        figures: results by name.
-        complaints: descriptions of faults, one line each.
-    """
-
-    figures: dict[str, object]
-    complaints: Sequence[str]
+    figures: dict[str, object]  # results by name
+    complaints: Sequence[str]  # descriptions of faults, one line each
 
     @property
     def is_good(self) -> bool:

@@ -15,17 +15,13 @@ class Counted:
     """Counts so far.
 
     Attributes:
-        answered: right answers, by kind of request.
-        survived: injected faults that ended as expected, by kind.
-        wrong: descriptions of the first few failures (wrong answers, lost ones, unclear errors).
-        wrongs: number of failures.
         latencies: (time of the request, seconds until the answer) of right answers, on time.monotonic()'s clock.
     """
 
-    answered: dict[str, int]
-    survived: dict[str, int]
-    wrong: list[str]
-    wrongs: int
+    answered: dict[str, int]  # right answers, by kind of request
+    survived: dict[str, int]  # injected faults that ended as expected, by kind
+    wrong: list[str]  # descriptions of the first few failures (wrong answers, lost ones, unclear errors)
+    wrongs: int  # number of failures
     latencies: list[tuple[float, float]]
 
 
