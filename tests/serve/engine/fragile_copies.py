@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import wraps
-from typing import Any, ParamSpec
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,6 @@ from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import FakeBackend
 
-P = ParamSpec("P")
 WAIT_S = 60.0
 DOWN = "the model failed and cannot be loaded just now (the next attempt {}); try again later, or on another replica"
 
@@ -116,16 +114,3 @@ class Scene:
         """Wait until a copy has come back, or could not."""
         await self._changed.wait()
         self._changed.clear()
-
-
-def on_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
-    """Run a test on an event loop of its own, for WAIT_S at most."""
-
-    @wraps(test)
-    def running(*fixtures: P.args, **named: P.kwargs) -> None:
-        async def main() -> None:
-            await asyncio.wait_for(test(*fixtures, **named), WAIT_S)
-
-        asyncio.run(main())
-
-    return running

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
-from functools import wraps
-from inspect import Signature, signature
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +14,6 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
-
-P = ParamSpec("P")
 
 
 class Answers:
@@ -51,6 +46,10 @@ class Answers:
             await asyncio.wait_for(self._news.wait(), 20)
             self._news.clear()
 
+    async def drain(self) -> None:
+        for model in self.models:
+            await model.batcher.drain()
+
     def value(self, of: float) -> Any:
         (result,) = self.results[of]
         assert not isinstance(result, InferenceError), result
@@ -60,24 +59,6 @@ class Answers:
         (result,) = self.results[of]
         assert isinstance(result, InferenceError)
         return result
-
-
-def on_loop(test: Callable[Concatenate[Answers, P], Awaitable[None]]) -> Callable[P, None]:
-    """Run a test on an event loop of its own, and drain its models."""
-
-    @wraps(test)
-    def running(*fixtures: P.args, **named: P.kwargs) -> None:
-        async def main() -> None:
-            answers = Answers()
-            await test(answers, *fixtures, **named)
-            for model in answers.models:
-                await model.batcher.drain()
-
-        asyncio.run(main())
-
-    _, *parameters = signature(test).parameters.values()
-    running.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # (pytest reads the fixtures from it)
-    return running
 
 
 async def hold_first(backend: HeldBackend, batcher: Batcher, answers: Answers) -> None:

@@ -23,10 +23,9 @@ from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.results import Answered, Failed, LostRequests
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend
-from tests.serve.engine.scene import Answers, QuickBackend, hold_first, on_loop
+from tests.serve.engine.scene import Answers, QuickBackend, hold_first
 
 
-@on_loop
 async def test_requests_that_arrive_while_a_batch_runs_share_the_next_one(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = answers.model(backend)
@@ -51,7 +50,6 @@ def check_statistics(model: Model, *, requests: int, batches: int) -> None:
     assert s.last_inference_ms > 1_700_000_000_000
 
 
-@on_loop
 async def test_a_few_requests_wait_one_turn_for_more_and_a_single_one_does_not(answers: Answers) -> None:
     async def arrive_in_two_turns(batcher: Batcher, answers: Answers, first: list[int], second: list[int]) -> None:
         for value in first:
@@ -72,7 +70,6 @@ async def test_a_few_requests_wait_one_turn_for_more_and_a_single_one_does_not(a
     assert backend.batches == [[1, 2, 3], many, [20], [31], [32]]
 
 
-@on_loop
 async def test_a_lone_short_request_can_be_joined_and_cancelled_in_its_turn(answers: Answers) -> None:
     backend = QuickBackend()
     model = answers.model(backend, short_s={8: 1e-6})
@@ -99,7 +96,6 @@ async def test_a_lone_short_request_can_be_joined_and_cancelled_in_its_turn(answ
     assert backend.threads[0] == threading.get_ident()  # a stall of the machine may send later ones to a thread
 
 
-@on_loop
 async def test_only_the_bad_request_of_a_batch_fails(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = answers.model(backend)
@@ -114,7 +110,6 @@ async def test_only_the_bad_request_of_a_batch_fails(answers: Answers) -> None:
     assert (model.statistics.totals.fail.count, model.statistics.totals.success.count) == (1, 5)
 
 
-@on_loop
 async def test_a_callback_that_raises_does_not_disturb_its_batch_mates(
     answers: Answers, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -132,7 +127,6 @@ async def test_a_callback_that_raises_does_not_disturb_its_batch_mates(
     assert "socket exploded" in caplog.text
 
 
-@on_loop
 async def test_a_queue_delay_lets_a_batch_fill(answers: Answers) -> None:
     backend = HeldBackend()
     model = answers.model(backend, max_rows=4, max_delay_s=30.0)
@@ -145,7 +139,6 @@ async def test_a_queue_delay_lets_a_batch_fill(answers: Answers) -> None:
     assert backend.batches == [[0, 1, 2, 3]]
 
 
-@on_loop
 async def test_a_queue_delay_ends_when_the_batch_is_not_full(answers: Answers) -> None:
     backend = HeldBackend()
     model = answers.model(backend, max_rows=4, max_delay_s=0.01)
@@ -154,7 +147,6 @@ async def test_a_queue_delay_ends_when_the_batch_is_not_full(answers: Answers) -
     assert backend.batches == [[5, 5]]
 
 
-@on_loop
 async def test_a_batch_is_padded_to_the_next_size(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = answers.model(backend, preferred_rows=(4, 8), padded_rows=(4, 8))
@@ -172,7 +164,6 @@ async def test_a_batch_is_padded_to_the_next_size(answers: Answers) -> None:
     assert (model.statistics.totals.rows, model.statistics.totals.batches) == (6, 2)
 
 
-@on_loop
 async def test_draining_finishes_accepted_requests_and_refuses_new_ones(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = answers.model(backend)
@@ -188,7 +179,6 @@ async def test_draining_finishes_accepted_requests_and_refuses_new_ones(answers:
     assert (answers.value(100), answers.value(1)) == (101, 2)
 
 
-@on_loop
 async def test_draining_does_not_wait_for_batches_to_fill(answers: Answers) -> None:
     model = answers.model(max_delay_s=3600.0)
     model.batcher.submit(answers.request(1))
@@ -196,7 +186,6 @@ async def test_draining_does_not_wait_for_batches_to_fill(answers: Answers) -> N
     assert answers.value(1) == 2
 
 
-@on_loop
 async def test_draining_does_not_wait_for_a_request_that_was_cancelled(answers: Answers) -> None:
     model = answers.model(max_delay_s=3600.0)
     request = answers.request(1)
@@ -208,7 +197,6 @@ async def test_draining_does_not_wait_for_a_request_that_was_cancelled(answers: 
     assert answers.results == {1: []}
 
 
-@on_loop
 async def test_a_cancelled_request_leaves_the_queue_and_is_never_called_back(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = answers.model(backend)
@@ -224,7 +212,6 @@ async def test_a_cancelled_request_leaves_the_queue_and_is_never_called_back(ans
     assert (answers.value(0), answers.value(2), answers.results[1]) == (1, 3, [])
 
 
-@on_loop
 async def test_cancelling_a_running_request_leaves_its_batch_mates_alone(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = answers.model(backend)
@@ -239,7 +226,6 @@ async def test_cancelling_a_running_request_leaves_its_batch_mates_alone(answers
 
 
 @pytest.mark.parametrize("stay", [0, 1])
-@on_loop
 async def test_cancelled_requests_do_not_count_as_successes(answers: Answers, stay: int) -> None:
     """Timeouts shorter than the model's time would otherwise count as successes."""
     backend = HeldBackend(held=True)
@@ -258,7 +244,6 @@ async def test_cancelled_requests_do_not_count_as_successes(answers: Answers, st
     assert model.statistics.histograms()["total"].count == stay
 
 
-@on_loop
 async def test_an_expired_request_is_answered_without_being_computed(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = answers.model(backend)
@@ -272,7 +257,6 @@ async def test_an_expired_request_is_answered_without_being_computed(answers: An
 
 
 @pytest.mark.parametrize("target", [None, 60.0])
-@on_loop
 async def test_a_request_past_its_queue_timeout_is_not_computed(answers: Answers, target: float | None) -> None:
     backend = HeldBackend(held=True)
     model = answers.model(backend, latency_target_s=target)

@@ -21,26 +21,23 @@ from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Array
 from tests.models import save_counter, save_mlp, save_model
 from tests.serve.conftest import load_repository
-from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, Slow, on_loop, runner_of
+from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, Slow, runner_of
 from tests.serve.engine.precision_guard.guarded_models import ask_model
 
 
-def test_a_copy_with_a_lost_device_is_reloaded_and_its_requests_replayed(
+async def test_a_copy_with_a_lost_device_is_reloaded_and_its_requests_replayed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def test() -> None:
-        first, second = Fragile(), Fragile()
-        first._lost = True
-        scene = Scene([first], lambda: second)
-        assert await scene.ask(1, 2, 3) == [2, 3, 4]
-        assert (first.batches, second.batches) == ([[1, 2, 3]], [[1], [2], [3]])
-        (instance,) = scene.instances
-        assert (scene.reloads, instance.restarts, instance.is_up) == (1, 1, True)
-        assert instance.fault == "CUDA failure 700: an illegal memory access was encountered"
-        assert (scene.statistics.totals.success.count, scene.statistics.totals.fail.count) == (3, 0)
-        await scene.batcher.drain()
-
-    on_loop(test)()
+    first, second = Fragile(), Fragile()
+    first._lost = True
+    scene = Scene([first], lambda: second)
+    assert await scene.ask(1, 2, 3) == [2, 3, 4]
+    assert (first.batches, second.batches) == ([[1, 2, 3]], [[1], [2], [3]])
+    (instance,) = scene.instances
+    assert (scene.reloads, instance.restarts, instance.is_up) == (1, 1, True)
+    assert instance.fault == "CUDA failure 700: an illegal memory access was encountered"
+    assert (scene.statistics.totals.success.count, scene.statistics.totals.fail.count) == (3, 0)
+    await scene.batcher.drain()
     out, up = (record.getMessage() for record in caplog.records)
     assert out == (
         "m/1 instance 0: is taken out (CUDA failure 700: an illegal memory access was encountered); it is loaded again "
@@ -49,7 +46,6 @@ def test_a_copy_with_a_lost_device_is_reloaded_and_its_requests_replayed(
     assert up == "m/1 instance 0: is up again"
 
 
-@on_loop
 async def test_a_request_that_breaks_two_copies_fails() -> None:
     scene = Scene([Fragile()], Fragile)
     assert await scene.ask(-1) == ["the device failed while it computed this request; send it again"]
@@ -58,7 +54,6 @@ async def test_a_request_that_breaks_two_copies_fails() -> None:
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_a_request_that_breaks_copies_fails_alone() -> None:
     scene = Scene([Fragile()], Fragile)
     assert await scene.ask(1, -1, 3) == [2, "the device failed while it computed this request; send it again", 4]
@@ -66,7 +61,6 @@ async def test_a_request_that_breaks_copies_fails_alone() -> None:
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_another_copy_takes_over_at_once() -> None:
     good, broken = Fragile(), Fragile()
     broken._lost = True
@@ -78,7 +72,6 @@ async def test_another_copy_takes_over_at_once() -> None:
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_a_copy_that_cannot_be_reloaded_leaves_the_others_serving() -> None:
     def load() -> Fragile:
         raise ModelLoadError("the file is gone")
@@ -94,7 +87,6 @@ async def test_a_copy_that_cannot_be_reloaded_leaves_the_others_serving() -> Non
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_a_request_cancelled_while_its_copy_breaks_is_not_replayed() -> None:
     first, second = Slow(), Fragile()
     scene = Scene([first], lambda: second)
@@ -108,7 +100,6 @@ async def test_a_request_cancelled_while_its_copy_breaks_is_not_replayed() -> No
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_draining_waits_for_replayed_requests() -> None:
     broken = Fragile()
     broken._lost = True
@@ -127,7 +118,6 @@ class SlowOnCpu(Slow):
     provider = "CPUExecutionProvider"
 
 
-@on_loop
 async def test_requests_replayed_before_a_short_batch_leave_its_copy_free(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, told = asyncio.get_running_loop(), threading.Event()
     good, broken = OnCpu(), SlowOnCpu()
@@ -187,7 +177,6 @@ def wrapped() -> ModelLoadError:
 
 
 @pytest.mark.parametrize("error", [RuntimeError(f"{STICKY}\n in x"), wrapped()], ids=["plain", "wrapped"])
-@on_loop
 async def test_a_failed_reload_on_a_lost_device_is_reported(error: Exception) -> None:
     told: list[str] = []
     first = Fragile()
@@ -202,20 +191,16 @@ async def test_a_failed_reload_on_a_lost_device_is_reported(error: Exception) ->
 
 
 @pytest.mark.parametrize("file", ["m", "illegal memory access"])
-def test_other_reasons_are_not_told(file: str) -> None:
+async def test_other_reasons_are_not_told(file: str) -> None:
     told: list[str] = []
-
-    async def test() -> None:
-        first = Fragile()
-        first._lost = True
-        scene = Scene([first], Refusing(ModelLoadError(f"/models/{file}/1/model.onnx: not found")))
-        scene.instances[0].recovery.on_lost_device = told.append
-        await scene.ask(1)
-        await scene.up_again()
-        await asyncio.sleep(0)
-        await scene.batcher.drain()
-
-    on_loop(test)()
+    first = Fragile()
+    first._lost = True
+    scene = Scene([first], Refusing(ModelLoadError(f"/models/{file}/1/model.onnx: not found")))
+    scene.instances[0].recovery.on_lost_device = told.append
+    await scene.ask(1)
+    await scene.up_again()
+    await asyncio.sleep(0)
+    await scene.batcher.drain()
     assert told == []
 
 
@@ -249,7 +234,7 @@ def rows(n: int) -> Array:
     # A loop is one node, which OpenVINO does not leave; of many nodes both runtimes leave the next out.
     [(save_counter, number, LONG), pytest.param(save_products, rows, 1 << 15, marks=pytest.mark.long)],
 )
-def test_a_copy_that_exceeds_its_time_limit_is_replaced(
+async def test_a_copy_that_exceeds_its_time_limit_is_replaced(
     tmp_path: Path, save: Callable[[Path], Path], inputs: Callable[[int], Array], too_long: int, runtime: Runtime
 ) -> None:
     if save is save_counter and not isinstance(runtime, OnnxRuntime):
@@ -257,30 +242,26 @@ def test_a_copy_that_exceeds_its_time_limit_is_replaced(
     save(tmp_path / "counter" / "1" / "model.onnx")
     limit = 'parameters { key: "halfserve.max_compute_s" value { string_value: "0.5" } }'
     (tmp_path / "counter" / "config.pbtxt").write_text(f"max_batch_size: 0 {limit}")
-
-    async def scene() -> None:
-        (model,) = load_repository(tmp_path, runtime)
-        (instance,) = model.batcher.instances
-        first = runner_of(instance).backend
-        assert await ask_model(model, inputs(5)) == [5.0]
-        assert await ask_model(model, inputs(too_long)) == (
-            "the model did not answer within its 0.5 s and is being restarted; try again later"
-        )
-        ready = [model.is_ready]
-        assert await ask_model(model, inputs(7)) == [7.0]
-        assert [*ready, model.is_ready] == [False, True]
-        assert (instance.restarts, instance.fault) == (1, "a batch was not computed within 0.5 s")
-        assert runner_of(instance).backend is not first
-        await model.batcher.drain()
-
     before = set(threading.enumerate())
-    asyncio.run(scene())
+    (model,) = load_repository(tmp_path, runtime)
+    (instance,) = model.batcher.instances
+    first = runner_of(instance).backend
+    assert await ask_model(model, inputs(5)) == [5.0]
+    assert await ask_model(model, inputs(too_long)) == (
+        "the model did not answer within its 0.5 s and is being restarted; try again later"
+    )
+    ready = [model.is_ready]
+    assert await ask_model(model, inputs(7)) == [7.0]
+    assert [*ready, model.is_ready] == [False, True]
+    assert (instance.restarts, instance.fault) == (1, "a batch was not computed within 0.5 s")
+    assert runner_of(instance).backend is not first
+    await model.batcher.drain()
     for thread in set(threading.enumerate()) - before:
         thread.join(WAIT_S)
         assert not thread.is_alive(), "what was given up computes no further"
 
 
-def test_a_model_answers_again_after_a_batch_that_its_runtime_fails_on(tmp_path: Path, runtime: Runtime) -> None:
+async def test_a_model_answers_again_after_a_batch_that_its_runtime_fails_on(tmp_path: Path, runtime: Runtime) -> None:
     """OpenVINO's compiled model can answer wrongly afterwards, and is compiled again."""
     nodes = [
         helper.make_node("Reshape", ["sizes", "flat"], ["s"]),
@@ -291,16 +272,12 @@ def test_a_model_answers_again_after_a_batch_that_its_runtime_fails_on(tmp_path:
     weights = {"w": np.ones(4, np.float32), "flat": np.array([-1])}
     path = save_model(tmp_path / "m" / "1" / "model.onnx", nodes, inputs, [("y", TensorProto.FLOAT, ["n", "m"])], weights)
     (path.parents[1] / "config.pbtxt").write_text("max_batch_size: 0")
-
-    async def scene() -> None:
-        (model,) = load_repository(tmp_path, runtime)
-        assert await ask_model(model, np.array([[2, 2]])) == [2.0] * 4
-        refused = await ask_model(model, np.array([[3, 2]]))
-        assert isinstance(refused, str)
-        assert await ask_model(model, np.array([[1, 4]])) == [2.0] * 4
-        await model.batcher.drain()
-
-    asyncio.run(scene())
+    (model,) = load_repository(tmp_path, runtime)
+    assert await ask_model(model, np.array([[2, 2]])) == [2.0] * 4
+    refused = await ask_model(model, np.array([[3, 2]]))
+    assert isinstance(refused, str)
+    assert await ask_model(model, np.array([[1, 4]])) == [2.0] * 4
+    await model.batcher.drain()
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "weights.bin"])

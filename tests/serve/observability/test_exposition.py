@@ -215,19 +215,16 @@ def test_the_guards_counters_are_there() -> None:
     assert value(samples, "halfserve_guard_drift_sum", y) == 0.75
 
 
-def test_a_scrape_of_many_models_yields_to_the_event_loop() -> None:
-    async def run() -> tuple[str, int]:
-        core = InferenceCore([held_model(HeldBackend(), name=f"m{number}") for number in range(4 * TOGETHER + 1)])
-        telling = asyncio.create_task(exposition(core))
-        turns = 0
-        while not telling.done():
-            await asyncio.sleep(0)
-            turns += 1
-        await core.drain()
-        body, _ = await telling
-        return body.decode(), turns
-
-    text, turns = asyncio.run(run())
+async def test_a_scrape_of_many_models_yields_to_the_event_loop() -> None:
+    core = InferenceCore([held_model(HeldBackend(), name=f"m{number}") for number in range(4 * TOGETHER + 1)])
+    telling = asyncio.create_task(exposition(core))
+    turns = 0
+    while not telling.done():
+        await asyncio.sleep(0)
+        turns += 1
+    await core.drain()
+    body, _ = await telling
+    (text, turns) = body.decode(), turns
     assert turns >= 5
     names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
@@ -237,19 +234,16 @@ def test_a_scrape_of_many_models_yields_to_the_event_loop() -> None:
     assert "# HELP" not in together
 
 
-def test_a_scrape_of_many_states_yields_to_the_event_loop() -> None:
-    async def run() -> tuple[str, int]:
-        core = InferenceCore([])
-        for count in range(3 * STATES_TOGETHER + 1):
-            core.states.set(f"m{count}", 1, VersionState.LOADING)
-        telling = asyncio.create_task(exposition(core))
-        turns = 0
-        while not telling.done():
-            await asyncio.sleep(0)
-            turns += 1
-        return telling.result()[0].decode(), turns
-
-    text, turns = asyncio.run(run())
+async def test_a_scrape_of_many_states_yields_to_the_event_loop() -> None:
+    core = InferenceCore([])
+    for count in range(3 * STATES_TOGETHER + 1):
+        core.states.set(f"m{count}", 1, VersionState.LOADING)
+    telling = asyncio.create_task(exposition(core))
+    turns = 0
+    while not telling.done():
+        await asyncio.sleep(0)
+        turns += 1
+    (text, turns) = telling.result()[0].decode(), turns
     assert turns >= 4
     assert text.count("# TYPE halfserve_model_state gauge") == 1
     assert text.count('state="LOADING",version="1"} 1') == 3 * STATES_TOGETHER + 1

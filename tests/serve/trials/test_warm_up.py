@@ -373,7 +373,7 @@ def test_the_loader_finds_sizes_that_are_short(
     assert list(loaded(tmp_path, make, config).short_s) == sizes
 
 
-def test_a_first_batch_known_to_be_short_runs_on_the_event_loop(tmp_path: Path, clock: Clock) -> None:
+async def test_a_first_batch_known_to_be_short_runs_on_the_event_loop(tmp_path: Path, clock: Clock) -> None:
     version, backend = slow(tmp_path, clock)
     model = started(replace(version, short_s=short_sizes(TriedVersion(version, 5.0))))
 
@@ -386,14 +386,11 @@ def test_a_first_batch_known_to_be_short_runs_on_the_event_loop(tmp_path: Path, 
         await asyncio.wait_for(answered.wait(), 60)
         return backend.threads[-1]
 
-    async def scene() -> None:
-        here = threading.get_ident()
-        assert await first(1) == here
-        assert await first(3) == here, "smaller than one that is short"
-        assert await first(SLOW_FROM) != here
-        await model.batcher.drain()
-
-    asyncio.run(scene())
+    here = threading.get_ident()
+    assert await first(1) == here
+    assert await first(3) == here, "smaller than one that is short"
+    assert await first(SLOW_FROM) != here
+    await model.batcher.drain()
 
 
 def test_a_model_that_fails_on_guessed_inputs_has_no_short_batches(tmp_path: Path, clock: Clock) -> None:

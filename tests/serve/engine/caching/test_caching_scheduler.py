@@ -25,7 +25,7 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import NO_PARAMETERS, InferRequest, Parameter
 from halfserve.serve.engine.tensors import LateArray, LateInputs, RawInput, RawInputs, RawLayout, Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.engine.scene import Answers, on_loop
+from tests.serve.engine.scene import Answers
 
 
 def cached_model(backend: HeldBackend, cache: ResponseCache | None = None, *, levels: int = 1) -> Model:
@@ -40,7 +40,6 @@ def counts(model: Model) -> tuple[int, int, int, int]:
     return totals.cache_hit.count, totals.cache_miss.count, totals.success.count, totals.fail.count
 
 
-@on_loop
 async def test_a_second_request_is_not_computed_again(answers: Answers) -> None:
     backend = HeldBackend()
     model = cached_model(backend)
@@ -57,7 +56,6 @@ async def test_a_second_request_is_not_computed_again(answers: Answers) -> None:
     await model.scheduler.drain()
 
 
-@on_loop
 async def test_a_hit_is_answered_later_and_not_within_submit(answers: Answers) -> None:
     model = cached_model(HeldBackend())
     model.scheduler.submit(answers.request(4))
@@ -71,7 +69,6 @@ async def test_a_hit_is_answered_later_and_not_within_submit(answers: Answers) -
     assert (len(answers.results[4]), counts(model)) == (2, (1, 1, 2, 1))
 
 
-@on_loop
 async def test_identical_requests_in_flight_are_computed_once(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = cached_model(backend)
@@ -84,7 +81,6 @@ async def test_identical_requests_in_flight_are_computed_once(answers: Answers) 
 
 
 @pytest.mark.parametrize("begun", [True, False])
-@on_loop
 async def test_a_cancelled_first_request_does_not_cost_the_others_their_answer(answers: Answers, begun: bool) -> None:
     backend = HeldBackend(held=True)
     model = cached_model(backend)
@@ -100,7 +96,6 @@ async def test_a_cancelled_first_request_does_not_cost_the_others_their_answer(a
     await model.scheduler.drain()
 
 
-@on_loop
 async def test_what_all_clients_have_left_is_not_computed(answers: Answers) -> None:
     backend = HeldBackend()
     model = cached_model(backend)
@@ -116,7 +111,6 @@ async def test_what_all_clients_have_left_is_not_computed(answers: Answers) -> N
     await model.scheduler.drain()
 
 
-@on_loop
 async def test_an_error_reaches_all_that_wait_and_is_not_kept(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = cached_model(backend)
@@ -131,7 +125,6 @@ async def test_an_error_reaches_all_that_wait_and_is_not_kept(answers: Answers) 
     await model.scheduler.drain()
 
 
-@on_loop
 async def test_one_whose_time_is_up_fails_alone(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = cached_model(backend)
@@ -151,7 +144,6 @@ async def test_one_whose_time_is_up_fails_alone(answers: Answers) -> None:
     await model.scheduler.drain()
 
 
-@on_loop
 async def test_one_with_a_shorter_timeout_does_not_wait_for_one_with_a_longer(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = cached_model(backend)
@@ -169,7 +161,6 @@ async def test_one_with_a_shorter_timeout_does_not_wait_for_one_with_a_longer(an
     await model.scheduler.drain()
 
 
-@on_loop
 async def test_a_more_urgent_request_does_not_wait_for_a_less_urgent_one(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = cached_model(backend, levels=2)
@@ -221,7 +212,6 @@ def test_only_equal_requests_have_equal_keys() -> None:
 
 
 @pytest.mark.parametrize("name", ["text", "priority"])  # one that decides the answer, and one that does not
-@on_loop
 async def test_long_parameters_of_past_requests_are_not_held(answers: Answers, name: str) -> None:
     model = cached_model(HeldBackend(), ResponseCache(2**23))
     gc.collect()
@@ -251,7 +241,6 @@ def test_long_parameters_tell_requests_apart() -> None:
 
 
 @pytest.mark.parametrize("late", [True, False])
-@on_loop
 async def test_large_inputs_and_those_to_be_parsed_are_read_once_on_a_thread(answers: Answers, late: bool) -> None:
     backend, reads = HeldBackend(), []
     model = cached_model(backend)
@@ -272,7 +261,6 @@ async def test_large_inputs_and_those_to_be_parsed_are_read_once_on_a_thread(ans
     await model.scheduler.drain()
 
 
-@on_loop
 async def test_inputs_that_cannot_be_read_are_the_requests_own_error(answers: Answers) -> None:
     model = cached_model(HeldBackend())
 
@@ -292,7 +280,6 @@ async def test_inputs_that_cannot_be_read_are_the_requests_own_error(answers: An
     await model.scheduler.drain()
 
 
-@on_loop
 async def test_inputs_for_which_memory_runs_out_leave_no_stack_trace(
     answers: Answers, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -311,7 +298,6 @@ async def test_inputs_for_which_memory_runs_out_leave_no_stack_trace(
     await model.scheduler.drain()
 
 
-@on_loop
 async def test_a_draining_model_answers_what_it_took_and_forgets(answers: Answers) -> None:
     cache, backend = ResponseCache(2**20), HeldBackend()
     model = cached_model(backend, cache)

@@ -19,7 +19,7 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.engine.scene import Answers, QuickBackend, hold_first, on_loop
+from tests.serve.engine.scene import Answers, QuickBackend, hold_first
 
 MIDDLING_S = (SHORT_S + AHEAD_S) / 2
 
@@ -37,7 +37,6 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-@on_loop
 async def test_a_full_batch_does_not_wait_for_the_end_of_the_one_before(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = ahead_model(backend)
@@ -60,7 +59,6 @@ async def test_a_full_batch_does_not_wait_for_the_end_of_the_one_before(answers:
 
 
 @pytest.mark.parametrize("latest_s", [SHORT_S, AHEAD_S * 1.01, math.inf], ids=["short", "long", "unknown"])
-@on_loop
 async def test_only_batches_of_middling_length_go_ahead(answers: Answers, latest_s: float) -> None:
     backend = HeldBackend(held=True)
     model = ahead_model(backend, latest_s)
@@ -79,7 +77,6 @@ async def test_only_batches_of_middling_length_go_ahead(answers: Answers, latest
     [(2, 1, False, True), (2, -1, False, False), (2, 1, True, False), (1, -1, True, True)],
     ids=["all alike", "of any shape", "of any length", "one copy"],
 )
-@on_loop
 async def test_no_batch_waits_for_a_long_one_that_another_copy_could_compute(
     answers: Answers, copies: int, size: int, open_ended: bool, goes_ahead: bool
 ) -> None:
@@ -99,7 +96,6 @@ async def test_no_batch_waits_for_a_long_one_that_another_copy_could_compute(
 
 
 @pytest.mark.parametrize("in_time", [[], [2]], ids=["all", "some"])
-@on_loop
 async def test_requests_late_behind_a_long_batch_are_not_computed(answers: Answers, in_time: list[float]) -> None:
     backend = HeldBackend(held=True)
     model = ahead_model(backend, max_rows=3)
@@ -122,7 +118,6 @@ async def test_requests_late_behind_a_long_batch_are_not_computed(answers: Answe
     await model.batcher.drain()
 
 
-@on_loop
 async def test_requests_late_behind_a_long_batch_are_answered_before_its_end(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = ahead_model(backend)
@@ -142,7 +137,6 @@ async def test_requests_late_behind_a_long_batch_are_answered_before_its_end(ans
     await model.batcher.drain()
 
 
-@on_loop
 async def test_models_that_share_slots_keep_to_their_turns(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = ahead_model(backend)
@@ -157,7 +151,6 @@ async def test_models_that_share_slots_keep_to_their_turns(answers: Answers) -> 
     await model.batcher.drain()
 
 
-@on_loop
 async def test_a_failing_batch_ahead_fails_alone(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = ahead_model(backend)
@@ -174,24 +167,24 @@ async def test_a_failing_batch_ahead_fails_alone(answers: Answers) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(groups=st.lists(st.integers(1, 7), min_size=1, max_size=12), max_rows=st.integers(1, 4))
-@on_loop
-async def test_every_request_gets_its_own_answer_once_and_in_order(answers: Answers, groups: list[int], max_rows: int) -> None:
-    backend = HeldBackend()
-    model = ahead_model(backend, max_rows=max_rows)
-    asked = 0
-    for group in groups:
-        for _ in range(group):
-            model.batcher.submit(answers.request(asked))
-            asked += 1
-        await turns()
-        model.batcher._free.latest_s = MIDDLING_S  # these batches are short
-    await answers.all(asked)
-    assert [answers.value(value) for value in range(asked)] == [value + 1 for value in range(asked)]
-    assert list(chain.from_iterable(backend.batches)) == list(range(asked))
-    await model.batcher.drain()
+def test_every_request_gets_its_own_answer_once_and_in_order(groups: list[int], max_rows: int) -> None:
+    async def main() -> None:
+        answers, backend = Answers(), HeldBackend()
+        model = ahead_model(backend, max_rows=max_rows)
+        for number, group in enumerate(groups):
+            for value in range(group):
+                model.batcher.submit(answers.request(10 * number + value))
+            await turns()
+            model.batcher._free.latest_s = MIDDLING_S  # these batches are short
+        await answers.all(sum(groups))
+        values = [10 * number + value for number, group in enumerate(groups) for value in range(group)]
+        assert [answers.value(value) for value in values] == [value + 1 for value in values]
+        assert list(chain.from_iterable(backend.batches)) == values
+        await model.batcher.drain()
+
+    asyncio.run(main())
 
 
-@on_loop
 async def test_models_that_share_a_slot_take_turns(answers: Answers) -> None:
     slots = ComputeSlots(1)
     first, second = HeldBackend(held=True), HeldBackend()
@@ -223,7 +216,6 @@ async def test_models_that_share_a_slot_take_turns(answers: Answers) -> None:
     await asyncio.gather(flood.batcher.drain(), guest.batcher.drain())
 
 
-@on_loop
 async def test_a_cancelled_request_gives_its_turn_to_the_other_model(answers: Answers) -> None:
     slots = ComputeSlots(1)
     backends = [HeldBackend(held=True), HeldBackend(), HeldBackend()]
@@ -242,7 +234,6 @@ async def test_a_cancelled_request_gives_its_turn_to_the_other_model(answers: An
     await asyncio.gather(*(model.batcher.drain() for model in models))
 
 
-@on_loop
 async def test_models_on_the_cpu_compete_for_the_slots_of_the_server(answers: Answers) -> None:
     core = InferenceCore([])
     core.slots = ComputeSlots(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +154,7 @@ class Asked:
         return result
 
 
-def run(scene: Callable[[InferenceCore], Awaitable[None]], *models: Model) -> None:
-    """Play a scene on a core that serves these models."""
-
-    async def main() -> None:
-        core = InferenceCore(models)
-        await scene(core)
-        await asyncio.wait_for(core.drain(), WAIT_S)
-
-    asyncio.run(main())
+def have(core: InferenceCore, *models: Model) -> None:
+    """Serve these models."""
+    for each in models:
+        core.replace(each.name, [each])

@@ -38,7 +38,7 @@ from halfserve.serve.trials.tried_version import TriedVersion
 from halfserve.serve.trials.warm_up import warm_up
 from tests.models import save_mlp, save_model, save_picky
 from tests.serve.engine.fakes import FakeBackend, HeldBackend
-from tests.serve.engine.scene import Answers, on_loop
+from tests.serve.engine.scene import Answers
 from tests.serve.engine.simulation import new_request, offer, queue, take
 from tests.serve.running_server import running_server
 
@@ -299,7 +299,6 @@ def batcher_of(*backends: HeldBackend, invariance: BatchInvariance, max_delay_s:
     return Batcher(instances, BatchLimits(max_rows=8, max_delay_s=max_delay_s), Statistics())
 
 
-@on_loop
 async def test_every_copy_takes_one(answers: Answers) -> None:
     backends = [Finding(held=True), Finding(held=True)]
     invariance = BatchInvariance("m/1")
@@ -316,7 +315,6 @@ async def test_every_copy_takes_one(answers: Answers) -> None:
     await batcher.drain()
 
 
-@on_loop
 async def test_a_model_that_is_not_batch_invariant_does_not_delay_requests(answers: Answers) -> None:
     backend, invariance = Finding(), BatchInvariance("m/1")
     batcher = batcher_of(backend, invariance=invariance, max_delay_s=3600.0)

@@ -18,12 +18,11 @@ from halfserve.serve.engine.execution.instance import LOOKS
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.engine.fragile_copies import DOWN, WAIT_S, Fragile, Scene, Slow, on_loop
+from tests.serve.engine.fragile_copies import DOWN, WAIT_S, Fragile, Scene, Slow
 
 LIMIT_S = 0.5  # also for the batches of the copy that comes up then
 
 
-@on_loop
 async def test_a_batch_that_hangs_is_given_up_and_the_copy_reloaded() -> None:
     stuck, fresh = HeldBackend(held=True), HeldBackend()
     scene = Scene([stuck], lambda: fresh, max_compute_s=LIMIT_S)
@@ -37,7 +36,6 @@ async def test_a_batch_that_hangs_is_given_up_and_the_copy_reloaded() -> None:
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_a_copy_that_hangs_comes_back_once_a_thread_can_be_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -73,7 +71,6 @@ async def _one_behind(scene: Scene, entered: threading.Event) -> list[asyncio.Fu
     return [first, *behind]
 
 
-@on_loop
 async def test_the_batch_behind_one_that_hangs_is_computed_by_the_next_copy() -> None:
     stuck, fresh = HeldBackend(held=True), HeldBackend()
     scene = Scene([stuck], lambda: fresh, max_compute_s=LIMIT_S)
@@ -87,7 +84,6 @@ async def test_the_batch_behind_one_that_hangs_is_computed_by_the_next_copy() ->
     assert stuck.batches in ([], [[0]])
 
 
-@on_loop
 async def test_the_batch_behind_one_that_breaks_its_copy_is_not_tried_there() -> None:
     broken, fresh = Slow(), Fragile()
     broken._lost = True
@@ -109,13 +105,12 @@ def test_a_model_that_is_unloaded_leaves_no_thread() -> None:
         await scene.ask(1)
         await scene.batcher.drain()
 
-    on_loop(test)()
+    asyncio.run(test())
     for thread in set(threading.enumerate()) - others:
         thread.join(WAIT_S)
         assert not thread.is_alive()
 
 
-@on_loop
 async def test_a_broken_model_that_is_unloaded_is_freed() -> None:
     broken = Fragile()
     broken._lost = True
@@ -133,7 +128,6 @@ async def test_a_broken_model_that_is_unloaded_is_freed() -> None:
         await asyncio.sleep(0)
 
 
-@on_loop
 async def test_batches_within_their_time_are_let_be() -> None:
     backend = HeldBackend(held=True)
     scene = Scene([backend], None, max_compute_s=3600.0)
@@ -151,7 +145,6 @@ async def test_batches_within_their_time_are_let_be() -> None:
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_without_reload_a_copy_waits_until_its_thread_is_free() -> None:
     stuck = HeldBackend(held=True)
     scene = Scene([stuck], None, max_compute_s=LIMIT_S)
@@ -165,7 +158,6 @@ async def test_without_reload_a_copy_waits_until_its_thread_is_free() -> None:
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_while_nothing_can_be_loaded_requests_fail_rather_than_wait() -> None:
     tries = 0
 
@@ -186,7 +178,6 @@ async def test_while_nothing_can_be_loaded_requests_fail_rather_than_wait() -> N
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_between_reload_attempts_requests_are_refused_with_the_next_time() -> None:
     tries, let_load = 0, threading.Event()
 
@@ -220,7 +211,6 @@ async def test_between_reload_attempts_requests_are_refused_with_the_next_time()
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_each_further_fault_doubles_the_wait_until_a_batch_is_computed() -> None:
     scene = Scene([Fragile()], Fragile)
     (instance,) = scene.instances
@@ -233,7 +223,6 @@ async def test_each_further_fault_doubles_the_wait_until_a_batch_is_computed() -
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_a_model_without_a_copy_that_is_up_is_not_ready() -> None:
     model = held_model(HeldBackend())
     ready = [model.is_ready]
@@ -242,7 +231,6 @@ async def test_a_model_without_a_copy_that_is_up_is_not_ready() -> None:
     await model.batcher.drain()
 
 
-@on_loop
 async def test_refusals_are_of_the_kind_that_clients_retry() -> None:
     broken = Fragile()
     scene = Scene([broken], Fragile)

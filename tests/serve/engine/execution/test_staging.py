@@ -19,7 +19,7 @@ from halfserve.serve.engine.execution.staging import STAGED_BYTES
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Array, RawInput, RawInputs, RawLayout, Tensors
 from tests.serve.engine.fakes import HeldBackend
-from tests.serve.engine.fragile_copies import WAIT_S, Scene, on_loop, runner_of
+from tests.serve.engine.fragile_copies import WAIT_S, Scene, runner_of
 
 ROWS = 8  # rows of a full batch
 AHEAD_S = 0.004  # time of a batch that another one may wait behind
@@ -92,7 +92,6 @@ LARGE = STAGED_BYTES // 4 // ROWS  # floats of a request, of which a full batch 
 
 
 @pytest.mark.parametrize("padded", [(), (2 * ROWS,)], ids=["plain", "padded"])
-@on_loop
 async def test_the_next_batch_is_gathered_while_one_computes(padded: tuple[int, ...]) -> None:
     backend, source = Noting(held=True), Source(LARGE)
     scene = Scene([backend], None, padded_sizes=padded)
@@ -107,7 +106,6 @@ async def test_the_next_batch_is_gathered_while_one_computes(padded: tuple[int, 
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_staged_batches_reuse_the_second_set_of_buffers() -> None:
     backend = Noting(held=True)
     scene = Scene([backend], None)
@@ -124,7 +122,6 @@ async def test_staged_batches_reuse_the_second_set_of_buffers() -> None:
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_small_batches_need_no_second_thread() -> None:
     backend, source = Noting(held=True), Source(LARGE // 2)
     scene = Scene([backend], None)
@@ -136,7 +133,6 @@ async def test_small_batches_need_no_second_thread() -> None:
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_a_staged_request_that_comes_too_late_is_not_computed() -> None:
     backend, source = Noting(held=True), Source(LARGE)
     scene = Scene([backend], None)
@@ -151,7 +147,6 @@ async def test_a_staged_request_that_comes_too_late_is_not_computed() -> None:
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_a_staged_batch_that_fails_is_bisected() -> None:
     backend, source = Noting(held=True), Source(LARGE)
     scene = Scene([backend], None)
@@ -163,7 +158,6 @@ async def test_a_staged_batch_that_fails_is_bisected() -> None:
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_a_staged_request_whose_bytes_are_gone_fails_alone() -> None:
     backend, source = Noting(held=True), Source(LARGE, missing=2)
     scene = Scene([backend], None)
@@ -174,7 +168,6 @@ async def test_a_staged_request_whose_bytes_are_gone_fails_alone() -> None:
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_the_next_copy_does_not_use_the_buffers_of_one_that_hangs() -> None:
     stuck, fresh, source = Noting(held=True), Noting(), Source(LARGE)
     scene = Scene([stuck], lambda: fresh, max_compute_s=0.5)
@@ -188,7 +181,6 @@ async def test_the_next_copy_does_not_use_the_buffers_of_one_that_hangs() -> Non
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_a_batch_in_doubt_is_gathered_when_its_turn_comes() -> None:
     backend, source, invariance = Noting(held=True), Source(LARGE), BatchInvariance("m/1")
     invariance.is_doubtful = True
@@ -200,7 +192,6 @@ async def test_a_batch_in_doubt_is_gathered_when_its_turn_comes() -> None:
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_without_a_second_thread_batches_are_gathered_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: str) -> Worker:
         raise RuntimeError("can't start new thread")
@@ -215,7 +206,6 @@ async def test_without_a_second_thread_batches_are_gathered_in_turn(monkeypatch:
     await scene.batcher.drain()
 
 
-@on_loop
 async def test_batches_end_in_order_even_if_the_loop_learns_of_the_first_last() -> None:
     backend, source = Noting(held=True), Source(LARGE)
     scene = Scene([backend], None)
@@ -243,7 +233,7 @@ def test_an_unloaded_model_leaves_no_staging_thread_and_no_buffers() -> None:
         freed.extend(weakref.ref(array) for array in buffers._buffers.values())
         await scene.batcher.drain()
 
-    on_loop(test)()
+    asyncio.run(test())
     for thread in set(threading.enumerate()) - others:
         thread.join(WAIT_S)
         assert not thread.is_alive()

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import pytest
+
+from halfserve.serve.engine.inference_core import InferenceCore
+from tests.serve.engine.scene import Answers
+
+
+@pytest.fixture
+def answers() -> Answers:
+    return Answers()
+
+
+@pytest.fixture
+def core() -> InferenceCore:
+    """A core without models."""
+    return InferenceCore([])
