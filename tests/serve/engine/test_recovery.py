@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import Backend, Runtime
 from halfserve.serve.engine.errors import InferenceError, ModelLoadError, is_device_lost
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Array
-from tests.models import save_counter, save_mlp, save_model
+from tests.models import save_counter, save_mlp, save_text
 from tests.serve.conftest import load_repository
 from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, Slow, runner_of
 from tests.serve.engine.precision_guard.guarded_models import ask_model
@@ -212,17 +211,12 @@ def number(n: int) -> Array:
 
 
 def save_products(path: Path) -> Path:
-    """n FP32 [1, rows, 512] -> y FP32 [1], the sum of n after 300 products with the identity."""
-    count = 300
-    shape: list[int | str] = [1, "rows", 512]
-    nodes = [helper.make_node("MatMul", [f"h{step}", "w"], [f"h{step + 1}"]) for step in range(count)]
-    nodes[0].input[0] = "n"
-    nodes += [
-        helper.make_node("ReduceSum", [f"h{count}"], ["sum"], keepdims=0),
-        helper.make_node("Reshape", ["sum", "one"], ["y"]),
-    ]
-    weights = {"w": np.eye(512, dtype=np.float32), "one": np.array([1])}
-    return save_model(path, nodes, [("n", TensorProto.FLOAT, shape)], [("y", TensorProto.FLOAT, [1])], weights)
+    """h0 FP32 [1, rows, 512] -> y FP32 [1], the sum of h0 after 300 products with the identity."""
+    products = " ".join(f"h{step + 1} = MatMul(h{step}, w)" for step in range(300))
+    text = (
+        f"(float[1, rows, 512] h0) => (float[1] y) {{ {products} sum = ReduceSum<keepdims = 0>(h300)  y = Reshape(sum, one) }}"
+    )
+    return save_text(path, text, w=np.eye(512, dtype=np.float32), one=np.array([1]))
 
 
 def rows(n: int) -> Array:
@@ -263,14 +257,8 @@ async def test_a_copy_that_exceeds_its_time_limit_is_replaced(
 
 async def test_a_model_answers_again_after_a_batch_that_its_runtime_fails_on(tmp_path: Path, runtime: Runtime) -> None:
     """OpenVINO's compiled model can answer wrongly afterwards, and is compiled again."""
-    nodes = [
-        helper.make_node("Reshape", ["sizes", "flat"], ["s"]),
-        helper.make_node("Reshape", ["w", "s"], ["r"]),
-        helper.make_node("Add", ["r", "r"], ["y"]),
-    ]
-    inputs: list[tuple[str, int, list[int | str]]] = [("sizes", TensorProto.INT64, [1, 2])]
-    weights = {"w": np.ones(4, np.float32), "flat": np.array([-1])}
-    path = save_model(tmp_path / "m" / "1" / "model.onnx", nodes, inputs, [("y", TensorProto.FLOAT, ["n", "m"])], weights)
+    text = "(int64[1, 2] sizes) => (float[n, m] y) { s = Reshape(sizes, flat)  r = Reshape(w, s)  y = Add(r, r) }"
+    path = save_text(tmp_path / "m" / "1" / "model.onnx", text, w=np.ones(4, np.float32), flat=np.array([-1]))
     (path.parents[1] / "config.pbtxt").write_text("max_batch_size: 0")
     (model,) = load_repository(tmp_path, runtime)
     assert await ask_model(model, np.array([[2, 2]])) == [2.0] * 4

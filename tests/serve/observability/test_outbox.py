@@ -52,8 +52,7 @@ async def test_what_does_not_fit_is_dropped_and_counted_and_nothing_waits() -> N
     go_on.set()
     outbox.close(WAIT_S)
     outbox.put(99)
-    dropped = outbox.dropped
-    assert dropped == 16
+    assert outbox.dropped == 16
     assert got == list(range(10))
 
 
@@ -64,8 +63,7 @@ async def test_what_was_delivered_makes_room() -> None:
         outbox.put(number)
         assert await asyncio.to_thread(delivered.acquire, timeout=WAIT_S)
     outbox.close(WAIT_S)
-    dropped = outbox.dropped
-    assert dropped == 0
+    assert outbox.dropped == 0
 
 
 def test_a_failing_delivery_is_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:

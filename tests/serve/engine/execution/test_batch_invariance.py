@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from onnx import TensorProto, helper
 
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import Backend, BackendView, DevicePlacement, Runtime
@@ -36,7 +35,7 @@ from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.trials.tried_version import TriedVersion
 from halfserve.serve.trials.warm_up import warm_up
-from tests.models import save_mlp, save_model, save_picky
+from tests.models import save_mlp, save_picky, save_text
 from tests.serve.engine.fakes import FakeBackend, HeldBackend
 from tests.serve.engine.scene import Answers
 from tests.serve.engine.simulation import new_request, offer, queue, take
@@ -48,8 +47,8 @@ TWO, NONE = [1.0, 1, 0, 0], [0.0, 0, 0, 0]
 
 def save_detector(path: Path, rows: str = "n", found: str = "n") -> Path:
     """x FP32 [rows, 4] -> y INT64 [found, 2]: row and column of each element that is not 0."""
-    nodes = [helper.make_node("NonZero", ["x"], ["z"]), helper.make_node("Transpose", ["z"], ["y"], perm=[1, 0])]
-    return save_model(path, nodes, [("x", TensorProto.FLOAT, [rows, 4])], [("y", TensorProto.INT64, [found, 2])])
+    text = f"(float[{rows}, 4] x) => (int64[{found}, 2] y) {{ z = NonZero(x)  y = Transpose<perm = [1, 0]>(z) }}"
+    return save_text(path, text)
 
 
 def loaded(root: Path, config: str = WAITS, runtime: Runtime | None = None) -> Model:
@@ -193,9 +192,7 @@ def in_doubt() -> BatchInvariance:
 
 
 def softmax_over_rows(root: Path) -> Backend:
-    nodes = [helper.make_node("Softmax", ["x"], ["y"], axis=0)]
-    rows: list[int | str] = ["n", 4]
-    save_model(root / "m" / "1" / "model.onnx", nodes, [("x", TensorProto.FLOAT, rows)], [("y", TensorProto.FLOAT, rows)])
+    save_text(root / "m" / "1" / "model.onnx", "(float[n, 4] x) => (float[n, 4] y) { y = Softmax<axis = 0>(x) }")
     (backend,) = loaded(root).backends
     return backend
 

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
 
 from halfserve.protos.certificates import certificate_sha256, named_entry
 from halfserve.serve.backends.openvino.fitness import computed_halves
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.precision_guard.tally import GuardCounters
-from tests.models import save_mlp, save_model, save_table
+from tests.models import save_mlp, save_table, save_text
 from tests.serve.engine.precision_guard.guarded_models import TWIN, config_text, load, write_table
 
 
@@ -165,19 +164,18 @@ def test_parameters_that_have_no_effect_are_named(
     assert caplog.messages == said
 
 
-def save_product(path: Path, number: int) -> None:
-    """x [batch, 4] -> y [batch, 4], both of the type `number`: the product with a diagonal matrix of 1000."""
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
-    weights = {"w": 1000 * np.eye(4, dtype=helper.tensor_dtype_to_np_dtype(number))}
-    save_model(path, nodes, [("x", number, ["batch", 4])], [("y", number, ["batch", 4])], weights)
+def save_product(path: Path, dtype: str) -> None:
+    """x [batch, 4] -> y [batch, 4], both of this type: the product with a diagonal matrix of 1000."""
+    text = f"({dtype}[batch, 4] x) => ({dtype}[batch, 4] y) {{ y = MatMul(x, w) }}"
+    save_text(path, text, w=1000 * np.eye(4, dtype=np.float32 if dtype == "float" else np.float16))
 
 
 @pytest.mark.skipif("bf16" not in computed_halves(), reason="the processor has no bf16 arithmetic")
 @pytest.mark.parametrize("way", ["hint", "verdict"])
 def test_the_twin_of_a_model_in_bf16_is_computed_in_float32(tmp_path: Path, way: str) -> None:
     folder = tmp_path / "m"
-    save_product(folder / "1" / "model.onnx", TensorProto.FLOAT if way == "hint" else TensorProto.FLOAT16)
-    save_product(folder / TWIN, TensorProto.FLOAT)
+    save_product(folder / "1" / "model.onnx", "float" if way == "hint" else "float16")
+    save_product(folder / TWIN, "float")
     if way == "hint":
         asked = 'backend: "openvino" parameters { key: "HINT_BF16" value { string_value: "YES" } }'
         (folder / "config.pbtxt").write_text(f"{config_text(shadow_rate='1')} {asked}")
