@@ -28,9 +28,9 @@ DOWN = "the model failed and cannot be loaded just now (the next attempt {}); tr
 class Fragile(FakeBackend):
     """Adds 1 to x, until a batch holds a negative value: then its device is lost."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lost: bool = False) -> None:
         self.batches: list[list[float]] = []  # the values of each batch that was tried
-        self._lost = False
+        self._lost = lost
 
     def run(self, inputs: Tensors) -> Tensors:
         x = inputs["x"]
@@ -44,8 +44,8 @@ class Fragile(FakeBackend):
 class Slow(Fragile):
     """Computes nothing until `release` is set; `entered` is set when a batch has come."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, lost: bool = False) -> None:
+        super().__init__(lost=lost)
         self.entered, self.release = threading.Event(), threading.Event()
 
     def run(self, inputs: Tensors) -> Tensors:
@@ -114,3 +114,18 @@ class Scene:
         """Wait until a copy has come back, or could not."""
         await self._changed.wait()
         self._changed.clear()
+
+
+class Copies:
+    """Makes scenes, and drains them after the test."""
+
+    def __init__(self) -> None:
+        self._scenes: list[Scene] = []
+
+    def __call__(self, backends: Sequence[Backend], reload: Callable[[], Backend] | None, **how: Any) -> Scene:
+        self._scenes.append(Scene(backends, reload, **how))
+        return self._scenes[-1]
+
+    async def drain(self) -> None:
+        for scene in self._scenes:
+            await scene.batcher.drain()

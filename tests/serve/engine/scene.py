@@ -29,6 +29,18 @@ class Answers:
         self.models.append(held_model(backend or HeldBackend(), **how))
         return self.models[-1]
 
+    def submit(self, model: Model, *values: float) -> None:
+        """Send a request of one row for each value."""
+        for value in values:
+            model.scheduler.submit(self.request(value))
+
+    async def busy_model(self, **how: Any) -> tuple[HeldBackend, Model]:
+        """A model whose worker is held at a request of 100, so that what comes next has to queue."""
+        backend = HeldBackend(held=True)
+        model = self.model(backend, **how)
+        await hold_first(backend, model.batcher, self)
+        return backend, model
+
     def request(
         self, value: float, *, deadline: float | None = None, leave_by: float | None = None, rows: int = 1
     ) -> InferRequest:
@@ -48,7 +60,7 @@ class Answers:
 
     async def drain(self) -> None:
         for model in self.models:
-            await model.batcher.drain()
+            await model.scheduler.drain()
 
     def value(self, of: float) -> Any:
         (result,) = self.results[of]

@@ -23,15 +23,12 @@ from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.results import Answered, Failed, LostRequests
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend
-from tests.serve.engine.scene import Answers, QuickBackend, hold_first
+from tests.serve.engine.scene import Answers, QuickBackend
 
 
 async def test_requests_that_arrive_while_a_batch_runs_share_the_next_one(answers: Answers) -> None:
-    backend = HeldBackend(held=True)
-    model = answers.model(backend)
-    await hold_first(backend, model.batcher, answers)
-    for value in range(5):
-        model.batcher.submit(answers.request(value))
+    backend, model = await answers.busy_model()
+    answers.submit(model, *range(5))
     backend.release.set()
     await answers.all(6)
     assert backend.batches == [[100], [0, 1, 2, 3, 4]]
@@ -97,11 +94,8 @@ async def test_a_lone_short_request_can_be_joined_and_cancelled_in_its_turn(answ
 
 
 async def test_only_the_bad_request_of_a_batch_fails(answers: Answers) -> None:
-    backend = HeldBackend(held=True)
-    model = answers.model(backend)
-    await hold_first(backend, model.batcher, answers)
-    for value in (0, 1, -7, 3, 4):
-        model.batcher.submit(answers.request(value))
+    backend, model = await answers.busy_model()
+    answers.submit(model, 0, 1, -7, 3, 4)
     backend.release.set()
     await answers.all(6)
     assert [answers.value(v) for v in (0, 1, 3, 4)] == [1, 2, 4, 5]
@@ -131,7 +125,7 @@ async def test_a_queue_delay_lets_a_batch_fill(answers: Answers) -> None:
     backend = HeldBackend()
     model = answers.model(backend, max_rows=4, max_delay_s=30.0)
     for value in range(3):
-        model.batcher.submit(answers.request(value))
+        answers.submit(model, value)
         await asyncio.sleep(0)
     assert not backend.entered.is_set()
     model.batcher.submit(answers.request(3))
@@ -148,9 +142,7 @@ async def test_a_queue_delay_ends_when_the_batch_is_not_full(answers: Answers) -
 
 
 async def test_a_batch_is_padded_to_the_next_size(answers: Answers) -> None:
-    backend = HeldBackend(held=True)
-    model = answers.model(backend, preferred_rows=(4, 8), padded_rows=(4, 8))
-    await hold_first(backend, model.batcher, answers)
+    backend, model = await answers.busy_model(preferred_rows=(4, 8), padded_rows=(4, 8))
     for value in (1, 2, 3):
         model.batcher.submit(answers.request(value, rows=2 if value == 2 else 1))
     model.batcher.submit(answers.request(4))
@@ -165,9 +157,7 @@ async def test_a_batch_is_padded_to_the_next_size(answers: Answers) -> None:
 
 
 async def test_draining_finishes_accepted_requests_and_refuses_new_ones(answers: Answers) -> None:
-    backend = HeldBackend(held=True)
-    model = answers.model(backend)
-    await hold_first(backend, model.batcher, answers)
+    backend, model = await answers.busy_model()
     model.batcher.submit(answers.request(1))
     draining = asyncio.create_task(model.batcher.drain())
     await asyncio.sleep(0)
@@ -198,9 +188,7 @@ async def test_draining_does_not_wait_for_a_request_that_was_cancelled(answers: 
 
 
 async def test_a_cancelled_request_leaves_the_queue_and_is_never_called_back(answers: Answers) -> None:
-    backend = HeldBackend(held=True)
-    model = answers.model(backend)
-    await hold_first(backend, model.batcher, answers)
+    backend, model = await answers.busy_model()
     requests = [answers.request(v) for v in range(3)]
     for request in requests:
         model.batcher.submit(request)
@@ -245,9 +233,7 @@ async def test_cancelled_requests_do_not_count_as_successes(answers: Answers, st
 
 
 async def test_an_expired_request_is_answered_without_being_computed(answers: Answers) -> None:
-    backend = HeldBackend(held=True)
-    model = answers.model(backend)
-    await hold_first(backend, model.batcher, answers)
+    backend, model = await answers.busy_model()
     model.batcher.submit(answers.request(1, deadline=time.monotonic() - 0.001))
     model.batcher.submit(answers.request(2, deadline=time.monotonic() + 60))
     backend.release.set()
@@ -258,9 +244,7 @@ async def test_an_expired_request_is_answered_without_being_computed(answers: An
 
 @pytest.mark.parametrize("target", [None, 60.0])
 async def test_a_request_past_its_queue_timeout_is_not_computed(answers: Answers, target: float | None) -> None:
-    backend = HeldBackend(held=True)
-    model = answers.model(backend, latency_target_s=target)
-    await hold_first(backend, model.batcher, answers)
+    backend, model = await answers.busy_model(latency_target_s=target)
     request = answers.request(1)
     request.leave_by = request.arrived_ns / 1e9 + 0.000_001
     model.batcher.submit(request)

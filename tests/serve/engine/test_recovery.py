@@ -20,15 +20,14 @@ from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Array
 from tests.models import save_counter, save_mlp, save_text
 from tests.serve.conftest import load_repository
-from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, Slow, runner_of
+from tests.serve.engine.fragile_copies import WAIT_S, Copies, Fragile, Scene, Slow, runner_of
 from tests.serve.engine.precision_guard.guarded_models import ask_model
 
 
 async def test_a_copy_with_a_lost_device_is_reloaded_and_its_requests_replayed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    first, second = Fragile(), Fragile()
-    first._lost = True
+    first, second = Fragile(lost=True), Fragile()
     scene = Scene([first], lambda: second)
     assert await scene.ask(1, 2, 3) == [2, 3, 4]
     assert (first.batches, second.batches) == ([[1, 2, 3]], [[1], [2], [3]])
@@ -45,50 +44,44 @@ async def test_a_copy_with_a_lost_device_is_reloaded_and_its_requests_replayed(
     assert up == "m/1 instance 0: is up again"
 
 
-async def test_a_request_that_breaks_two_copies_fails() -> None:
-    scene = Scene([Fragile()], Fragile)
+async def test_a_request_that_breaks_two_copies_fails(copies: Copies) -> None:
+    scene = copies([Fragile()], Fragile)
     assert await scene.ask(-1) == ["the device failed while it computed this request; send it again"]
     assert await scene.ask(5) == [6]
     assert scene.reloads == 2
-    await scene.batcher.drain()
 
 
-async def test_a_request_that_breaks_copies_fails_alone() -> None:
-    scene = Scene([Fragile()], Fragile)
+async def test_a_request_that_breaks_copies_fails_alone(copies: Copies) -> None:
+    scene = copies([Fragile()], Fragile)
     assert await scene.ask(1, -1, 3) == [2, "the device failed while it computed this request; send it again", 4]
     assert scene.reloads == 2
-    await scene.batcher.drain()
 
 
-async def test_another_copy_takes_over_at_once() -> None:
-    good, broken = Fragile(), Fragile()
-    broken._lost = True
-    scene = Scene([good, broken], Fragile, first_wait_s=3600.0)
+async def test_another_copy_takes_over_at_once(copies: Copies) -> None:
+    good, broken = Fragile(), Fragile(lost=True)
+    scene = copies([good, broken], Fragile, first_wait_s=3600.0)
     assert await scene.ask(1, 2) == [2, 3]
     assert [instance.is_up for instance in scene.instances] == [True, False]
     assert await scene.ask(7) == [8]
     assert scene.reloads == 0
-    await scene.batcher.drain()
 
 
-async def test_a_copy_that_cannot_be_reloaded_leaves_the_others_serving() -> None:
+async def test_a_copy_that_cannot_be_reloaded_leaves_the_others_serving(copies: Copies) -> None:
     def load() -> Fragile:
         raise ModelLoadError("the file is gone")
 
-    broken = Fragile()
-    broken._lost = True
-    scene = Scene([Fragile(), broken], load)
+    broken = Fragile(lost=True)
+    scene = copies([Fragile(), broken], load)
     assert await scene.ask(1) == [2]
     while scene.reloads < 2:  # so it could not be loaded the first time
         await scene.tried_again()
     assert broken.batches == [[1]]
     assert await scene.ask(3) == [4]
-    await scene.batcher.drain()
 
 
-async def test_a_request_cancelled_while_its_copy_breaks_is_not_replayed() -> None:
+async def test_a_request_cancelled_while_its_copy_breaks_is_not_replayed(copies: Copies) -> None:
     first, second = Slow(), Fragile()
-    scene = Scene([first], lambda: second)
+    scene = copies([first], lambda: second)
     gone = InferRequest({"x": np.array([[-1.0]], np.float32)}, ("y",), 1, (1,), None, lambda _: None)
     scene.batcher.submit(gone)
     assert await asyncio.to_thread(first.entered.wait, WAIT_S)
@@ -96,12 +89,10 @@ async def test_a_request_cancelled_while_its_copy_breaks_is_not_replayed() -> No
     first.release.set()
     await scene.up_again()
     assert second.batches == []
-    await scene.batcher.drain()
 
 
 async def test_draining_waits_for_replayed_requests() -> None:
-    broken = Fragile()
-    broken._lost = True
+    broken = Fragile(lost=True)
     scene = Scene([broken], Fragile)
     answer = scene.submit(1)
     await asyncio.sleep(0)
@@ -117,10 +108,12 @@ class SlowOnCpu(Slow):
     provider = "CPUExecutionProvider"
 
 
-async def test_requests_replayed_before_a_short_batch_leave_its_copy_free(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_replayed_before_a_short_batch_leave_its_copy_free(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop, told = asyncio.get_running_loop(), threading.Event()
     good, broken = OnCpu(), SlowOnCpu()
-    scene = Scene([good, broken], OnCpu, short_s={1: 1e-6})
+    scene = copies([good, broken], OnCpu, short_s={1: 1e-6})
     broken._lost = True
     lost = scene.submit(1, rows=2)  # nothing is known of batches of two rows: it is computed on a thread
     assert await asyncio.to_thread(broken.entered.wait, WAIT_S)
@@ -137,7 +130,6 @@ async def test_requests_replayed_before_a_short_batch_leave_its_copy_free(monkey
     answers = await asyncio.gather(lost, short)
     assert [not isinstance(answer, InferenceError) and answer["y"][:, 0].tolist() for answer in answers] == [[2, 2], [6]]
     assert good.batches == [[5], [1, 1]]
-    await scene.batcher.drain()
 
 
 STICKY = "CUDA failure 700: an illegal memory access was encountered"
@@ -176,24 +168,21 @@ def wrapped() -> ModelLoadError:
 
 
 @pytest.mark.parametrize("error", [RuntimeError(f"{STICKY}\n in x"), wrapped()], ids=["plain", "wrapped"])
-async def test_a_failed_reload_on_a_lost_device_is_reported(error: Exception) -> None:
+async def test_a_failed_reload_on_a_lost_device_is_reported(copies: Copies, error: Exception) -> None:
     told: list[str] = []
-    first = Fragile()
-    first._lost = True
-    scene = Scene([first], Refusing(error, error))
+    first = Fragile(lost=True)
+    scene = copies([first], Refusing(error, error))
     scene.instances[0].recovery.on_lost_device = told.append
     assert "cannot be loaded just now" in str((await scene.ask(1))[0])
     assert told == [str(error).split("\n")[0]]
     await scene.up_again()
     assert len(told) == 2
-    await scene.batcher.drain()
 
 
 @pytest.mark.parametrize("file", ["m", "illegal memory access"])
 async def test_other_reasons_are_not_told(file: str) -> None:
     told: list[str] = []
-    first = Fragile()
-    first._lost = True
+    first = Fragile(lost=True)
     scene = Scene([first], Refusing(ModelLoadError(f"/models/{file}/1/model.onnx: not found")))
     scene.instances[0].recovery.on_lost_device = told.append
     await scene.ask(1)
