@@ -13,7 +13,7 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.benchmark.load.calls import framed
 from tests.serve.faults.exchange import INFER_PATH, Headers, call_headers
 from tests.serve.faults.malforming.case import INFER_HEADERS, Case, infer_case, refused, turned_away
-from tests.serve.faults.malforming.good_requests import good_request
+from tests.serve.faults.malforming.interfaces import good_request
 
 Random = random.Random
 OK, INVALID, NOT_FOUND, EXHAUSTED, UNSUPPORTED, INTERNAL = 0, 3, 5, 8, 12, 13

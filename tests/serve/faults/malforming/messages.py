@@ -9,8 +9,7 @@ from typing import Any
 from halfserve.files.varint import encoded_varint
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from tests.serve.faults.malforming.case import Case, infer_case
-from tests.serve.faults.malforming.good_requests import good_request
-from tests.serve.faults.malforming.interfaces import MAX_BATCH
+from tests.serve.faults.malforming.interfaces import MAX_BATCH, good_request
 
 Random = random.Random
 MAX_CHANGES = 8

@@ -10,9 +10,8 @@ from functools import partial
 from benchmarks.harness.server_process import ServerProcess
 from tests.serve.faults.exchange import Exchange, turn
 from tests.serve.faults.malforming import connections, framing, messages, rest
-from tests.serve.faults.malforming.case import Case, infer_case
-from tests.serve.faults.malforming.counts import Counts
-from tests.serve.faults.malforming.good_requests import good_request, seeded
+from tests.serve.faults.malforming.case import Case, Counts, infer_case
+from tests.serve.faults.malforming.interfaces import good_request, seeded
 from tests.serve.faults.malforming.rest import RestClient
 from tests.serve.faults.malforming.streams import REQUESTS, stream_case
 
