@@ -12,8 +12,10 @@ from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import ModelInterface
 from halfserve.serve.engine.dispatch.short_batches import NOTHING_KNOWN
+from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors, TensorSpec
 
 HOLD_S = 60.0
@@ -50,6 +52,28 @@ class HeldBackend(FakeBackend):
         if (x < 0).any():
             raise ValueError("negative values hurt")
         return {"y": x + 1}
+
+
+class ByHand:
+    """A scheduler whose requests the test answers: `submitted` holds them in order."""
+
+    def __init__(self) -> None:
+        self.submitted: list[InferRequest] = []
+        self.cancelled: list[InferRequest] = []
+        self.is_drained = False
+        self.refusal: InferenceError | None = None
+
+    def submit(self, request: InferRequest) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.submitted.append(request)
+
+    def cancel(self, request: InferRequest) -> None:
+        request.cancelled = True
+        self.cancelled.append(request)
+
+    async def drain(self) -> None:
+        self.is_drained = True
 
 
 MEASURED = "OpenVINO in bfloat16 41 ms, ONNX Runtime in float32 84 ms for a batch of 8; they differ by 0.01 of the largest"

@@ -16,11 +16,11 @@ from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.dispatch.delivery import Delivery
 from halfserve.serve.engine.errors import BackendError, DeadlineExceededError, InferenceError, UnavailableError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
+from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.batch_queue import BatchQueue
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.requests import InferRequest
-from halfserve.serve.engine.results import Answered, Failed, LostRequests
+from halfserve.serve.engine.results import LostRequests
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend
 from tests.serve.engine.scene import Answers, QuickBackend
@@ -259,7 +259,6 @@ async def test_a_request_past_its_queue_timeout_is_not_computed(answers: Answers
     assert backend.batches == [[100]]
 
 
-TIMES = BatchTimes(started=1, assembled=2, computed=3, split=4)
 SORRY = UnavailableError("send it again")
 FAULT = "an illegal memory access"
 
@@ -280,47 +279,6 @@ class Scene:
         return InferRequest({"x": np.zeros((1, 1))}, ("y",), 1, (1,), None, done)
 
 
-def answered(*requests: InferRequest) -> Answered:
-    return Answered(list(requests), [{"y": np.array([number])} for number in range(len(requests))], TIMES)
-
-
-def test_batches_are_answered_in_order_each_request_with_its_own() -> None:
-    scene = Scene()
-    a, b, c, d = map(scene.request, "abcd")
-    scene.delivery.add([answered(a, b)], 2)
-    scene.delivery.add([answered(c), Failed(d, BackendError("no such row"))], 2)
-    assert not scene.delivery.deliver()
-    assert scene.given == [("a", "0"), ("b", "1"), ("c", "0"), ("d", "no such row")]
-    assert (scene.statistics.totals.success.count, scene.statistics.totals.fail.count) == (3, 1)
-    assert not scene.delivery.deliver(), "once"
-    assert len(scene.given) == 4
-
-
-def test_requests_lost_with_their_copy_are_replayed_once() -> None:
-    scene = Scene()
-    a, b = map(scene.request, "ab")
-    scene.delivery.add([LostRequests([a, b], SORRY, FAULT)], 2)
-    assert scene.delivery.deliver()
-    for alone in (a, b):  # it may be one of them that breaks copies
-        again = scene.queue.take(0.0)
-        assert again is not None
-        assert (again.requests, scene.given) == ([alone], [])
-    scene.delivery.add([answered(a)], 1)
-    scene.delivery.add([LostRequests([b], SORRY, FAULT)], 1)
-    assert not scene.delivery.deliver()
-    assert scene.given == [("a", "0"), ("b", "send it again")]
-
-
-def test_requests_lost_untouched_are_replayed_together() -> None:
-    scene = Scene()
-    a, b = map(scene.request, "ab")
-    scene.delivery.add([LostRequests([a, b], SORRY)], 2)
-    assert scene.delivery.deliver()
-    again = scene.queue.take(0.0)
-    assert again is not None
-    assert again.requests == [a, b]
-
-
 def test_a_request_cancelled_before_its_replay_is_dropped() -> None:
     scene = Scene()
     request = scene.request("a")
@@ -334,15 +292,10 @@ def test_a_request_cancelled_before_its_replay_is_dropped() -> None:
     assert alive() is None
 
 
-@pytest.mark.parametrize("why", ["cancelled", "full"])
-def test_cancelled_requests_and_those_beyond_the_queue_are_not_replayed(why: str) -> None:
+def test_requests_beyond_the_queue_are_not_replayed() -> None:
     scene = Scene(max_waiting=1)
-    request = scene.request("a")
-    if why == "cancelled":
-        request.cancelled = True
-    else:
-        scene.queue.offer(scene.request("b"))
-    scene.delivery.add([LostRequests([request], SORRY, FAULT)], 1)
+    scene.queue.offer(scene.request("b"))
+    scene.delivery.add([LostRequests([scene.request("a")], SORRY, FAULT)], 1)
     assert not scene.delivery.deliver()
     assert scene.statistics.totals.fail.count == 1
-    assert scene.given == ([] if why == "cancelled" else [("a", "send it again")])
+    assert scene.given == [("a", "send it again")]

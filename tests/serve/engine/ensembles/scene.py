@@ -98,22 +98,6 @@ def serve(core: InferenceCore, text: str, name: str = "pipe") -> Model:
     return served
 
 
-class ByHand:
-    """A scheduler whose requests the test answers: `submitted` holds them in order."""
-
-    def __init__(self) -> None:
-        self.submitted: list[InferRequest] = []
-
-    def submit(self, request: InferRequest) -> None:
-        self.submitted.append(request)
-
-    def cancel(self, request: InferRequest) -> None:
-        request.cancelled = True
-
-    async def drain(self) -> None:
-        """Nothing."""
-
-
 class Asked:
     """A request and its result."""
 

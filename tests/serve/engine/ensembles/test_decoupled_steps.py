@@ -16,7 +16,8 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.ensembles.configurations import ensemble, step
-from tests.serve.engine.ensembles.scene import WAIT_S, Asked, ByHand, StepBackend, add, have, model, serve
+from tests.serve.engine.ensembles.scene import WAIT_S, Asked, StepBackend, add, have, model, serve
+from tests.serve.engine.fakes import ByHand
 
 DECOUPLED = "max_batch_size: 8 model_transaction_policy { decoupled: true }"
 BATCHED = "max_batch_size: 8"

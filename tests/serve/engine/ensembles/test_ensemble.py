@@ -23,7 +23,8 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import RemarkedAnswer
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.ensembles.configurations import ensemble, step
-from tests.serve.engine.ensembles.scene import WAIT_S, Asked, ByHand, StepBackend, add, have, model, serve
+from tests.serve.engine.ensembles.scene import WAIT_S, Asked, StepBackend, add, have, model, serve
+from tests.serve.engine.fakes import ByHand
 
 BATCHED = "max_batch_size: 8"
 CHAIN = ensemble(step("one", "x=x", "y=t"), step("ten", "x=t", "y=out"), more=BATCHED)
@@ -384,8 +385,9 @@ def test_ended_requests_are_freed_by_reference_counting() -> None:
         cancelled.cancel()
         assert await answered.value() == [[1]]
         assert str(await failed.error()) == "step 2 (model 'ten'): it hurts"
-        one.submitted.clear()
-        ten.submitted.clear()
+        for hand in (one, ten):
+            hand.submitted.clear()
+            hand.cancelled.clear()
         await core.drain()
 
     gc.collect()  # what other tests have left

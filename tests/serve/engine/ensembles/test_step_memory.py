@@ -12,7 +12,8 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import CallingExecution, InferRequest
 from halfserve.serve.security.memory_budget import MemoryBudget
 from tests.serve.engine.ensembles.configurations import ensemble, step
-from tests.serve.engine.ensembles.scene import Asked, ByHand, have, model, serve
+from tests.serve.engine.ensembles.scene import Asked, have, model, serve
+from tests.serve.engine.fakes import ByHand
 
 BATCHED = "max_batch_size: 8"
 CHAIN = ensemble(step("one", "x=x", "y=t"), step("ten", "x=t", "y=out"), more=BATCHED)

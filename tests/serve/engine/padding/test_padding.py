@@ -106,16 +106,6 @@ def test_large_batches_are_padded_too() -> None:
         assert answer["total"].tolist() == [x.astype(np.float32).sum()]
 
 
-def test_a_failing_request_of_another_length_fails_alone() -> None:
-    requests = [request_of(row(1, 2)), request_of(row(BAD)), request_of(row(3, 4, 5)), request_of(row(6))]
-    results = run_batch(Echo(), requests, padding=padding_of())
-    failed = [result.request for result in results if isinstance(result, Failed)]
-    assert failed == [requests[1]]
-    done = [result for result in results if isinstance(result, Answered)]
-    answers = {id(r): a for batch in done for r, a in zip(batch.requests, batch.answers, strict=True)}
-    assert [answers[id(requests[place])]["twice"].tolist() for place in (0, 2, 3)] == [[[2, 4]], [[6, 8, 10]], [[12]]]
-
-
 def raw_request(x: Array, *, shared: bool) -> InferRequest:
     entry = RawInput("x", x.dtype, x.shape, x.size, x.nbytes)
 

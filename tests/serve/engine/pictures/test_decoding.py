@@ -28,32 +28,12 @@ from halfserve.serve.engine.pictures.picture_scheduler import PictureScheduler
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Array, Tensors
 from halfserve.serve.security.memory_budget import MemoryBudget
+from tests.serve.engine.fakes import ByHand
 from tests.serve.http.tasks.small_picture_models import encoded
 
 PREPARATION = PicturePreparation(height=8, width=8, resize=(8, 8), resample="box")
 WAIT_S = 20
 MIB = 2**20
-
-
-class Recorder:
-    """Takes the place of a model's queue, and keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.taken: list[InferRequest] = []
-        self.cancelled: list[InferRequest] = []
-        self.is_drained = False
-        self.refusal: InferenceError | None = None
-
-    def submit(self, request: InferRequest) -> None:
-        if self.refusal is not None:
-            raise self.refusal
-        self.taken.append(request)
-
-    def cancel(self, request: InferRequest) -> None:
-        self.cancelled.append(request)
-
-    async def drain(self) -> None:
-        self.is_drained = True
 
 
 class Decoder:
@@ -92,7 +72,7 @@ class Scene:
         self.budget = budget or MemoryBudget(limit_bytes)
         self.threads = DecodingThreads()
         self.threads.bound(limit_bytes, self.budget.share(is_known=True))
-        self.behind, self.statistics = Recorder(), Statistics()
+        self.behind, self.statistics = ByHand(), Statistics()
         self.scheduler = PictureScheduler(self.behind, self.statistics, self.threads)
         self.results: list[Tensors | InferenceError] = []
 
@@ -135,10 +115,10 @@ async def test_pictures_become_pixels_off_the_event_loop_before_the_queue(decode
     scene = Scene()
     request = scene.request(4, 5)
     await scene.begun(decoder, 1)  # the loop goes on meanwhile
-    assert not scene.behind.taken
+    assert not scene.behind.submitted
     decoder.release.set()
-    await scene.until(lambda: bool(scene.behind.taken))
-    assert scene.behind.taken == [request]
+    await scene.until(lambda: bool(scene.behind.submitted))
+    assert scene.behind.submitted == [request]
     assert type(request.inputs) is dict
     assert request.inputs["image"].dtype == np.uint8
     assert request.inputs["image"][:, 0, 0, 0].tolist() == [4, 5]
@@ -156,7 +136,7 @@ def test_requests_with_pixels_pass_by(decoder: Decoder) -> None:
     request = InferRequest({"image": np.zeros((1, 8, 8, 3), np.uint8)}, ("y",), 1, (1,), None, scene.results.append)
     scene.scheduler.submit(request)
     scene.scheduler.cancel(request)
-    assert (scene.behind.taken, scene.behind.cancelled) == ([request], [request])
+    assert (scene.behind.submitted, scene.behind.cancelled) == ([request], [request])
     assert not decoder.threads
 
 
@@ -170,12 +150,12 @@ async def test_a_cancelled_request_is_not_decoded(decoder: Decoder) -> None:
     running = scene.request(31, client="b")
     scene.scheduler.cancel(running)
     decoder.release.set()
-    await scene.until(lambda: len(scene.behind.taken) == PICTURE_THREADS)
+    await scene.until(lambda: len(scene.behind.submitted) == PICTURE_THREADS)
     assert sorted(decoder.widths) == [10, 11, 20, 21]
     assert scene.statistics.totals.fail.count == 2
-    for request in scene.behind.taken:
+    for request in scene.behind.submitted:
         scene.scheduler.cancel(request)
-    assert scene.behind.cancelled == scene.behind.taken
+    assert scene.behind.cancelled == scene.behind.submitted
     assert scene.budget.held_bytes == 0
     assert not scene.results
     scene.threads.stop()
@@ -189,7 +169,7 @@ async def test_a_request_that_is_cancelled_while_it_is_decoded_leaves_after_that
     decoder.release.set()
     await scene.until(lambda: not scene.threads.held_bytes)
     assert decoder.widths == [4]
-    assert not scene.behind.taken
+    assert not scene.behind.submitted
     scene.threads.stop()
 
 
@@ -204,7 +184,7 @@ async def test_a_request_whose_time_is_up_is_answered_and_not_decoded(limit: str
     await scene.until(lambda: bool(scene.results))
     assert isinstance(scene.results[0], DeadlineExceededError)
     decoder.release.set()
-    await scene.until(lambda: len(scene.behind.taken) == PICTURE_THREADS)
+    await scene.until(lambda: len(scene.behind.submitted) == PICTURE_THREADS)
     assert 30 not in decoder.widths
     scene.threads.stop()
 
@@ -220,7 +200,7 @@ async def test_each_client_has_its_turn_after_one_picture_that_takes_long(
     scene.request(6, client="c")
     await scene.begun(decoder, 1)
     decoder.release.set()
-    await scene.until(lambda: len(scene.behind.taken) == 4)
+    await scene.until(lambda: len(scene.behind.submitted) == 4)
     assert set(decoder.widths[:3]) & {5, 6}
     assert [width for width in decoder.widths if width >= 3000] == [3000, 3001, 3002, 3003]
     scene.threads.stop()
@@ -235,7 +215,7 @@ async def test_one_thread_is_free_of_pictures_that_take_long(decoder: Decoder) -
         scene.request(5, client=client)
     assert await scene.begun(decoder, 1) == [5]
     decoder.release.set()
-    await scene.until(lambda: len(scene.behind.taken) == 5)
+    await scene.until(lambda: len(scene.behind.submitted) == 5)
     assert decoder.widths[:2] in ([4300, 5], [4301, 5])
     scene.threads.stop()
 
@@ -246,9 +226,9 @@ async def test_pixels_in_the_queue_are_bounded() -> None:
     for client in range(30):
         scene.request(4, client=str(client))
     while len(scene.results) < 30:
-        await scene.until(lambda: len(scene.behind.taken) > len(scene.results))
-        assert len(scene.behind.taken) - len(scene.results) <= 10
-        scene.behind.taken[len(scene.results)].finish({})
+        await scene.until(lambda: len(scene.behind.submitted) > len(scene.results))
+        assert len(scene.behind.submitted) - len(scene.results) <= 10
+        scene.behind.submitted[len(scene.results)].finish({})
     assert scene.budget.held_bytes == 0
     scene.threads.stop()
 
@@ -261,11 +241,11 @@ async def test_a_large_picture_is_refused_while_others_hold_the_memory(decoder: 
     scene.request(3000, height=3000)  # takes 78 MiB
     scene.request(5)
     decoder.release.set()
-    await scene.until(lambda: bool(scene.results and scene.behind.taken))
+    await scene.until(lambda: bool(scene.results and scene.behind.submitted))
     assert isinstance(scene.results[0], UnavailableError)
     assert "--max-buffered-mib" in str(scene.results[0])
     assert decoder.widths == [5]
-    scene.behind.taken[0].finish({})
+    scene.behind.submitted[0].finish({})
     for share in others:
         share.close()
     assert scene.budget.held_bytes == 0
@@ -322,6 +302,6 @@ async def test_a_drain_decodes_what_was_accepted_and_takes_no_more(decoder: Deco
     decoder.release.set()
     async with asyncio.timeout(WAIT_S):
         await draining
-    assert len(scene.behind.taken) == 1
+    assert len(scene.behind.submitted) == 1
     assert (drained_before, scene.behind.is_drained) == (False, True)
     scene.threads.stop()
