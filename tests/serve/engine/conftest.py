@@ -19,5 +19,4 @@ def copies() -> Copies:
 
 @pytest.fixture
 def core() -> InferenceCore:
-    """A core without models."""
     return InferenceCore([])

@@ -111,14 +111,11 @@ class Scene:
             await self.tried_again()
 
     async def tried_again(self) -> None:
-        """Wait until a copy has come back, or could not."""
         await self._changed.wait()
         self._changed.clear()
 
 
 class Copies:
-    """Makes scenes, and drains them after the test."""
-
     def __init__(self) -> None:
         self._scenes: list[Scene] = []
 

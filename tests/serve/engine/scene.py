@@ -17,8 +17,6 @@ from tests.serve.engine.fakes import HeldBackend, held_model
 
 
 class Answers:
-    """Requests with consecutive values, and their results."""
-
     def __init__(self) -> None:
         self.results: dict[float, list[Tensors | InferenceError]] = {}
         self.models: list[Model] = []
@@ -30,7 +28,6 @@ class Answers:
         return self.models[-1]
 
     def submit(self, model: Model, *values: float) -> None:
-        """Send a request of one row for each value."""
         for value in values:
             model.scheduler.submit(self.request(value))
 

@@ -48,8 +48,6 @@ Cost = Callable[[int, float], float]  # seconds of a batch, from its rows and th
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """An arrival."""
-
     at: float
     within: float | None = None  # seconds from then to its deadline; None has none
     waits: float | None = None  # seconds that it may wait in the queue; None for ever
@@ -83,8 +81,6 @@ class Outcome:
 
 
 class Simulation:
-    """One model."""
-
     def __init__(self, limits: BatchLimits, cost: Cost, *, instances: int = 1, foresees: bool = True) -> None:
         self.outcomes: list[Outcome] = []  # one per client, in order of arrival
         self.batches: list[tuple[float, int]] = []  # (start, rows) of each batch
@@ -100,7 +96,6 @@ class Simulation:
         self._requests: list[InferRequest] = []  # kept, so that no two have the same identity
 
     def run(self, clients: list[Client]) -> list[Outcome]:
-        """Let all come, and everything end."""
         for client in clients:
             self._at(client.at, lambda client=client: self._arrive(client))  # type: ignore[misc]  # (a default binds it now)
         while self._events:

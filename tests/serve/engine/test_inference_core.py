@@ -160,8 +160,6 @@ AS_WITHOUT_MODELS = {
 
 
 class Loads:
-    """Remembers what it was asked for."""
-
     def __init__(self) -> None:
         self.asked: list[str] = []
 

@@ -22,13 +22,11 @@ READ_S = 0.5
 
 
 def call_headers(path: str, *extra: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-    """The headers of a gRPC call without a deadline."""
     pseudo = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path.encode()), (b":authority", b"localhost")]
     return [*pseudo, (b"te", b"trailers"), (b"content-type", b"application/grpc"), *extra]
 
 
 def messages_in(body: bytes) -> list[bytes]:
-    """The messages of an answer."""
     found, position = [], 0
     while position < len(body):
         end = position + PREFIX_BYTES + int.from_bytes(body[position + 1 : position + PREFIX_BYTES], "big")
@@ -41,8 +39,6 @@ def messages_in(body: bytes) -> list[bytes]:
 
 @dataclass
 class Answer:
-    """Complete answer to one call."""
-
     http: int = 0  # HTTP status; 0 if none came
     code: int | None = None  # gRPC status; None if none came
     text: str = ""  # the grpc-message header as sent
@@ -51,7 +47,6 @@ class Answer:
     pieces: list[bytes] = field(default_factory=list)
 
     def take_headers(self, headers: Headers) -> None:
-        """Take headers or trailers."""
         for name, value in headers:
             if name == b":status":
                 self.http = int(value)
@@ -77,7 +72,6 @@ class Exchange(Generic[T]):
         return len(self._open)
 
     def fileno(self) -> int:
-        """File descriptor of the socket, for select."""
         return self._connection.fileno()
 
     def start(self, tag: T, headers: Headers, data: bytes, *, end: bool = True) -> None:
@@ -91,7 +85,6 @@ class Exchange(Generic[T]):
         self._open[stream] = tag, Answer()
 
     def flush(self) -> None:
-        """Write what the socket takes."""
         self._connection.flush()
 
     def answers(self) -> list[tuple[T, Answer]]:
@@ -111,7 +104,6 @@ class Exchange(Generic[T]):
         return ended
 
     def wait(self) -> list[tuple[T, Answer]]:
-        """Wait for the answers to all calls in flight."""
         done: list[tuple[T, Answer]] = []
         until = time.monotonic() + WAIT_S
         while self._open:
@@ -121,7 +113,6 @@ class Exchange(Generic[T]):
         return done
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
 

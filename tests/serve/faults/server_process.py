@@ -26,8 +26,6 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A server that takes requests."""
-
     process: subprocess.Popen[str]  # the operating system's
     address: str  # "127.0.0.1:port"
     repository: Path
@@ -122,13 +120,11 @@ class Load:
             assert self._changed.wait_for(lambda: len(self._answers) >= clients, WAIT_S), self.refused[:3]
 
     def wait_for_refusals(self, count: int) -> None:
-        """Until so many requests have been refused in all."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.refused) >= count, WAIT_S)
 
     @property
     def answers(self) -> int:
-        """How many right answers have come."""
         return self._answers.total()
 
     def stop(self) -> None:

@@ -59,7 +59,6 @@ def told() -> dict[str, dict[str, set[str]]]:
 
 
 def names_in(expression: str) -> set[str]:
-    """The metrics that a query reads."""
     return set(NAME.findall(re.sub(r'"[^"]*"', '""', expression)))
 
 

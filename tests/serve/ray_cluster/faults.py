@@ -38,8 +38,6 @@ OPTIONS = ("--warm-up-seconds", "0", "--lame-duck-seconds", "1")
 
 @dataclass
 class Restored:
-    """Time until the cluster was restored, in seconds."""
-
     seconds: float = 0.0
 
 
@@ -61,7 +59,6 @@ class Cluster:
         return found
 
     def run(self, *options: str) -> None:
-        """Deploy the cluster, or change its deployment."""
         printed = self.machines.done("run", str(self.repository), "--detach", "--first-port", "0", *options)
         self.known += printed.strip().rpartition("cluster://")[2].split(",")
 
@@ -104,7 +101,6 @@ def idle_cluster(folder: Path) -> Iterator[Cluster]:
 
 @contextmanager
 def cluster_under_load(folder: Path, count: int = 4) -> Iterator[Cluster]:
-    """Start a cluster like `idle_cluster`, with clients."""
     with idle_cluster(folder) as cluster, cluster.clients(count):
         yield cluster
 

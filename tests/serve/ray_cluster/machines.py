@@ -48,7 +48,6 @@ class NotInTimeError(Exception):
 
 
 def until(holds: Callable[[], T], what: str, limit_s: float = WAIT_S) -> T:
-    """Wait for the first true value."""
     ends_s = time.monotonic() + limit_s
     while not (found := holds()):
         if time.monotonic() > ends_s:
@@ -155,13 +154,11 @@ class Machines:
         return [sys.executable, "-m", "halfserve", "cluster", *arguments]
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run `halfserve cluster ...` to its end, on the head."""
         environment = {**self.environment(self.nodes[0]), "RAY_ADDRESS": self.address}
         command = [*self._enter(self.nodes[0]), *self.command(*arguments)]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
 
     def done(self, *arguments: str) -> str:
-        """Run `halfserve cluster ...` and return its output."""
         done = self.run(*arguments)
         if done.returncode:
             raise SystemExit(done.stderr)

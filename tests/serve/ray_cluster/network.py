@@ -16,8 +16,6 @@ NETWORK = "198.18.{number}.{host}"
 
 @dataclass(frozen=True)
 class Host:
-    """One machine's place in the network."""
-
     address: str  # IP address of the machine
     namespace: str  # name of its network namespace
     link: str  # name of its interface at the bridge
@@ -49,7 +47,6 @@ class Network:
         return NETWORK.format(number=self.number, host=1)
 
     def add(self) -> Host:
-        """Add a machine."""
         place = len(self.hosts) + 2
         name = f"{self.bridge}m{place}"
         host = Host(NETWORK.format(number=self.number, host=place), name, name)
@@ -111,7 +108,6 @@ def network() -> Iterator[Network]:
 
 
 def _ip(*arguments: str) -> str:
-    """Run `ip`."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"ip {' '.join(arguments)}: {done.stderr.strip()}")

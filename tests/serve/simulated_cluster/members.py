@@ -23,8 +23,6 @@ RETRY_S = 0.25
 
 @dataclass(kw_only=True)
 class Counts:
-    """Counters of a simulated member for one model."""
-
     requests: int = 0
     refusals: int = 0
     queue_ns: int = 0
@@ -33,8 +31,6 @@ class Counts:
 
 @dataclass(kw_only=True)
 class SimulatedModel:
-    """A model at one member."""
-
     done: Order | None = None
     is_served: bool = False
     is_changing: bool = False
@@ -109,12 +105,10 @@ class SimulatedMember:
         self._begin(self._run())
 
     def follow(self, orders: Wanted) -> None:
-        """Carry out orders of the wanted state."""
         for target, order in orders.items():
             self._begin(self._follow(target, order))
 
     async def kill(self) -> None:
-        """End without a last report."""
         self._store.members.remove(self)
         for task in tuple(self._tasks):
             task.cancel()

@@ -83,14 +83,12 @@ def model(
 
 
 def made(text: str, name: str = "pipe") -> Model:
-    """An ensemble that is not connected yet."""
     source = Path(name) / "config.pbtxt"
     declared = DeclaredConfig(message=text_format.Parse(text, ModelConfig()), source=source, says_batch_size=True)
     return load_ensemble(ModelFiles(name=name, version=1, model=source, config=declared), Defaults())
 
 
 def serve(core: InferenceCore, text: str, name: str = "pipe") -> Model:
-    """An ensemble in service."""
     served = made(text, name)
     assert isinstance(served.composition, EnsembleComposition)
     served.composition.connect(core)
@@ -99,8 +97,6 @@ def serve(core: InferenceCore, text: str, name: str = "pipe") -> Model:
 
 
 class Asked:
-    """A request and its result."""
-
     def __init__(self, core: InferenceCore, served: Model, inputs: Mapping[str, Any], **given: Any) -> None:
         """Submit it; `given` as InferRequest takes it."""
         self._result: asyncio.Future[Tensors | InferenceError] = asyncio.get_running_loop().create_future()
@@ -127,7 +123,6 @@ class Asked:
         return await asyncio.wait_for(self._result, WAIT_S)
 
     async def value(self, name: str = "out") -> Any:
-        """The output's elements as nested lists."""
         result = await self.result()
         assert not isinstance(result, InferenceError), result
         return result[name].tolist()
@@ -139,6 +134,5 @@ class Asked:
 
 
 def have(core: InferenceCore, *models: Model) -> None:
-    """Serve these models."""
     for each in models:
         core.replace(each.name, [each])

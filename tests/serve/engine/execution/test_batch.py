@@ -334,8 +334,6 @@ def test_small_batches_become_bytes_once() -> None:
 
 
 class Halving(FakeBackend):
-    """Halves x."""
-
     def run(self, inputs: Tensors) -> Tensors:
         return {"y": inputs["x"] / 2}
 

@@ -21,8 +21,6 @@ from tests.serve.runtimes import RUNTIMES
 
 
 class Cramped(FakeBackend):
-    """Doubles x, with memory for a number of rows."""
-
     def __init__(self, room: int) -> None:
         self.room = room  # rows that fit
         self.runs: list[int] = []  # rows of each run that was tried

@@ -26,8 +26,6 @@ AHEAD_S = 0.004  # time of a batch that another one may wait behind
 
 
 class Noting(HeldBackend):
-    """Notes the inputs of each batch, too."""
-
     def __init__(self, *, held: bool = False) -> None:
         super().__init__(held=held)
         self.arrays: list[Array] = []  # the inputs of each batch that was computed

@@ -164,7 +164,6 @@ class ClosedLoop:
     waits: list[float] = field(default_factory=list)
 
     def rate(self) -> float:
-        """Requests a second."""
         chance, q, now = random.Random(0), queue(self.of), 0.0  # noqa: S311  (a simulation, the same each time)
         for _ in range(self.in_flight):
             offer(q, request(self.lengths(chance)), now)

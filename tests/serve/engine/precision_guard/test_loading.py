@@ -75,7 +75,8 @@ def test_a_twin_that_changed_before_its_load_is_refused(tmp_path: Path) -> None:
 def test_the_threshold_is_the_configurations_or_the_certificates(
     tmp_path: Path, parameters: dict[str, str], certificate: object, threshold: float | None
 ) -> None:
-    folder = write_table(tmp_path / "m", **parameters)
+    folder = write_table(tmp_path / "m")
+    (folder / "config.pbtxt").write_text(config_text(**parameters))
     (folder / "1" / "certificate.json").write_text(json.dumps(certificate))
     assert counters(tmp_path).drift_threshold == threshold
 

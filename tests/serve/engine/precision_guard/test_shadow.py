@@ -45,7 +45,7 @@ NON_FINITE = [math.nan, math.inf, -math.inf, 2.0]
     [
         ([[1, 2], [4, -8]], [[1, 2], [4, -8]], Distance(0, 8, 2, 2)),
         ([[1, 3], [5, 4]], [[2, 1], [5, 3.5]], Distance(2, 5, 2, 1)),
-        ([[1, 1]], [[1, 1.0001]], Distance(pytest.approx(1e-4, rel=0.01), pytest.approx(1.0001), 1, 1)),
+        ([[1, 1]], [[1, 1 + 2**-13]], Distance(2**-13, 1 + 2**-13, 1, 1)),
         (np.ones(5), np.ones(5), Distance(0, 1, 0, 0)),
         (np.ones((5, 1)), np.ones((5, 1)), Distance(0, 1, 0, 0)),
         (np.ones((0, 3)), np.ones((0, 3)), Distance(0, 0, 0, 0)),

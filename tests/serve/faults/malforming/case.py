@@ -21,8 +21,6 @@ SHOWN_BYTES = 4096
 
 @dataclass(frozen=True)
 class Case:
-    """A call."""
-
     kind: str
     data: bytes  # all bytes to send, including gRPC prefixes
     check: Check  # returns the fault of an answer; "" if it is right
@@ -117,8 +115,6 @@ LISTED = 3  # complaints that are kept for each kind
 
 @dataclass
 class Counts:
-    """Counts so far."""
-
     right: Counter[str] = field(default_factory=Counter)  # messages with the right answer, by kind
     wrong: Counter[str] = field(default_factory=Counter)  # messages with a wrong answer, by kind
     statuses: Counter[str] = field(default_factory=Counter)  # calls by final status: gRPC's number, or HTTP's if there was none
@@ -126,7 +122,6 @@ class Counts:
     _listed: Counter[str] = field(default_factory=Counter)
 
     def take(self, kind: str, complaint: str, messages: int = 1) -> None:
-        """Count the result of messages of one kind."""
         if not complaint:
             self.right[kind] += messages
             return
@@ -137,7 +132,6 @@ class Counts:
 
     @property
     def total(self) -> int:
-        """Number of all messages."""
         return self.right.total() + self.wrong.total()
 
     def by_kind(self) -> dict[str, list[int]]:

@@ -64,7 +64,6 @@ def _fault(kind: str, data: bytes, *codes: int) -> Fault:
 
 
 def no_preface(chance: random.Random) -> Fault:
-    """Other bytes than the HTTP/2 preface."""
     data = chance.choice(
         [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", chance.randbytes(64), PREFACE[:-1] + b"X", b"\x16\x03\x01" + bytes(200)]
     )

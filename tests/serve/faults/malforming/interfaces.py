@@ -90,7 +90,6 @@ def seeded(seed: int) -> random.Random:
 
 
 def good_request(chance: random.Random) -> ModelInferRequest:
-    """A valid request for any of the models."""
     name = chance.choice(list(INTERFACES))
     rows = chance.randint(1, MAX_BATCH)
     request = ModelInferRequest(model_name=name, id=chance.choice(["", "17", "request-\u00e9"]))

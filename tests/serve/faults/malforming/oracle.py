@@ -91,8 +91,6 @@ def _objects(values: Sequence[bytes], shape: Sequence[int]) -> Array:
 
 @dataclass(frozen=True)
 class Due:
-    """The allowed answers to a request."""
-
     codes: frozenset[int]  # right gRPC statuses; OK, alone or among others, if it may be answered
     outputs: dict[str, Array] | None = None  # expected outputs in order; None if they are not predictable
     id: str = ""

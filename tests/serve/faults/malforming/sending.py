@@ -49,7 +49,6 @@ def send_calls(address: str, cases: Iterator[Case], counts: Counts, good: Counts
 
 
 def send_all(server: ServerProcess, count: int, seed: int, counts: Counts, good: Counts) -> None:
-    """Send at least `count` messages of all kinds."""
     chance = seeded(seed)
     client = RestClient(server.http_address)
     try:
@@ -68,7 +67,6 @@ def send_all(server: ServerProcess, count: int, seed: int, counts: Counts, good:
 
 
 def good_cases() -> list[Case]:
-    """Valid requests for all models, in many shapes."""
     chance = seeded(GOOD_REQUESTS)
     return [infer_case(GOOD, good_request(chance).SerializeToString()) for _ in range(GOOD_REQUESTS)]
 

@@ -37,7 +37,6 @@ def ask_flip(client: Client, random: np.random.Generator, tally: Tally) -> None:
 
 
 def ask_large(client: Client, random: np.random.Generator, tally: Tally) -> None:
-    """Send a message of 256 KiB."""
     x = _whole(random, 1, 65_536).astype(np.float32)
     _ask(client, "large", x, x + x, tally)
 

@@ -36,7 +36,6 @@ class Known:
         return framed(self.message + ID_FIELD + b"%0*d" % (ID_BYTES, number))
 
     def is_right(self, number: int, body: bytes) -> bool:
-        """Whether this is the answer to the request of that number."""
         request_id = b"%0*d" % (ID_BYTES, number)
         if self.answer is not None:
             return body == self.answer.replace(NO_ID, request_id, 1)

@@ -70,7 +70,6 @@ def test_what_cannot_run_is_one_line_and_what_serves_serves_on(tmp_path: Path) -
 
 
 def members(found: Machines) -> dict[str, str]:
-    """Addresses of those that serve, by id."""
     return {one["id"]: one["grpc_address"] for one in found.status()["members"] if one["state"] == "SERVING"}
 
 
