@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -57,6 +58,12 @@ def loaded(root: Path, config: str = WAITS, runtime: Runtime | None = None) -> M
     return load_version(files, runtime or OnnxRuntime(), DevicePlacement(use_gpu=False, threads=1), Defaults())
 
 
+def backend_of(root: Path, save: Callable[[Path], Path], runtime: Runtime | None = None) -> Backend:
+    save(root / "m" / "1" / "model.onnx")
+    (backend,) = loaded(root, runtime=runtime).backends
+    return backend
+
+
 def request(row: list[float]) -> InferRequest:
     return InferRequest({"x": np.array([row], np.float32)}, ("y",), 1, (4,), None, lambda _: None)
 
@@ -72,8 +79,7 @@ def test_the_warm_up_shows_that_rows_are_not_rows(tmp_path: Path, caplog: pytest
 
 
 def test_requests_that_may_not_be_joined_get_their_own(tmp_path: Path, runtime: Runtime) -> None:
-    save_detector(tmp_path / "m" / "1" / "model.onnx")
-    (backend,) = loaded(tmp_path, runtime=runtime).backends
+    backend = backend_of(tmp_path, save_detector, runtime)
     invariance = BatchInvariance("m/1")
     run_batch(backend, [request(TWO)], invariance=invariance)
     results = run_batch(backend, [request(TWO), request(NONE), request([0, 0, 0, 1])], invariance=invariance)
@@ -82,8 +88,7 @@ def test_requests_that_may_not_be_joined_get_their_own(tmp_path: Path, runtime: 
 
 def test_findings_during_bisection_hold_for_the_rest_of_the_batch(tmp_path: Path) -> None:
     """The last two found two things in two rows, which could be cut."""
-    save_detector(tmp_path / "m" / "1" / "model.onnx")
-    (backend,) = loaded(tmp_path).backends
+    backend = backend_of(tmp_path, save_detector)
     rows = [TWO] * 4 + [[1.0, 0, 0, 1], NONE, TWO, TWO]
     results = run_batch(backend, [request(row) for row in rows], invariance=BatchInvariance("m/1"))
     answers = [answer["y"].tolist() for result in results if isinstance(result, Answered) for answer in result.answers]
@@ -91,8 +96,7 @@ def test_findings_during_bisection_hold_for_the_rest_of_the_batch(tmp_path: Path
 
 
 def test_a_batch_leaves_nothing_for_the_collector(tmp_path: Path) -> None:
-    save_detector(tmp_path / "m" / "1" / "model.onnx")
-    (backend,) = loaded(tmp_path).backends
+    backend = backend_of(tmp_path, save_detector)
     kept = weakref.ref(backend)
     gc.disable()
     try:
@@ -105,8 +109,7 @@ def test_a_batch_leaves_nothing_for_the_collector(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_requests_that_cannot_share_batches_are_not_padded(tmp_path: Path, known: bool) -> None:
-    save_detector(tmp_path / "m" / "1" / "model.onnx")
-    (backend,) = loaded(tmp_path).backends
+    backend = backend_of(tmp_path, save_detector)
     invariance = BatchInvariance("m/1")
     invariance.is_safe = not known
     results = run_batch(backend, [request(TWO)], padded_sizes=(4,), invariance=invariance)
@@ -117,8 +120,7 @@ def test_requests_that_cannot_share_batches_are_not_padded(tmp_path: Path, known
 @pytest.mark.parametrize("limit", [1, None])
 def test_a_batch_found_unsafe_in_pieces_is_computed_again(tmp_path: Path, limit: int | None) -> None:
     """Each piece counts its rows from 0."""
-    save_detector(tmp_path / "m" / "1" / "model.onnx")
-    (backend,) = loaded(tmp_path).backends
+    backend = backend_of(tmp_path, save_detector)
     memory = MemoryLimit("m/1", clock=lambda: 0.0)
     memory.rows = limit
     rows = np.array([TWO, TWO], np.float32)
@@ -191,10 +193,8 @@ def in_doubt() -> BatchInvariance:
     return invariance
 
 
-def softmax_over_rows(root: Path) -> Backend:
-    save_text(root / "m" / "1" / "model.onnx", "(float[n, 4] x) => (float[n, 4] y) { y = Softmax<axis = 0>(x) }")
-    (backend,) = loaded(root).backends
-    return backend
+def save_softmax_over_rows(path: Path) -> Path:
+    return save_text(path, "(float[n, 4] x) => (float[n, 4] y) { y = Softmax<axis = 0>(x) }")
 
 
 def first_answers(results: list[Answered | Failed]) -> list[Any]:
@@ -205,11 +205,16 @@ def batches(results: list[Answered | Failed]) -> list[int]:
     return [len(result.requests) for result in results if isinstance(result, Answered)]
 
 
-def test_rows_that_depend_on_each_other_are_never_answered_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    backend, invariance = softmax_over_rows(tmp_path), in_doubt()
+@pytest.mark.parametrize(
+    ("rows", "padded_sizes"), [(ROWS, ()), (ROWS, (8,)), (ROWS[:1] * 2, ())], ids=["plain", "filled up", "all the same"]
+)
+def test_rows_that_depend_on_each_other_are_never_answered_together(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rows: list[list[float]], padded_sizes: tuple[int, ...]
+) -> None:
+    backend, invariance = backend_of(tmp_path, save_softmax_over_rows), in_doubt()
     for _ in range(3):
-        results = run_batch(backend, [request(row) for row in ROWS], invariance=invariance)
-        assert first_answers(results) == [[[1.0] * 4]] * 3
+        results = run_batch(backend, [request(row) for row in rows], padded_sizes=padded_sizes, invariance=invariance)
+        assert first_answers(results) == [[[1.0] * 4]] * len(rows)
     assert not invariance.is_safe
     (message,) = caplog.messages
     assert message.startswith(
@@ -217,20 +222,8 @@ def test_rows_that_depend_on_each_other_are_never_answered_together(tmp_path: Pa
     )
 
 
-def test_nor_are_they_filled_up(tmp_path: Path) -> None:
-    requests = [request(row) for row in ROWS]
-    results = run_batch(softmax_over_rows(tmp_path), requests, padded_sizes=(8,), invariance=in_doubt())
-    assert first_answers(results) == [[[1.0] * 4]] * 3
-
-
-def test_nor_are_rows_that_are_all_the_same(tmp_path: Path) -> None:
-    results = run_batch(softmax_over_rows(tmp_path), [request(ROWS[0])] * 2, invariance=in_doubt())
-    assert first_answers(results) == [[[1.0] * 4]] * 2
-
-
 def test_an_ordinary_model_is_looked_at_once(tmp_path: Path) -> None:
-    save_mlp(tmp_path / "m" / "1" / "model.onnx")
-    (backend,) = loaded(tmp_path).backends
+    backend = backend_of(tmp_path, save_mlp)
     invariance, counted = in_doubt(), _Counted(backend)
     requests = [request([float(column) for column in range(64)]), request([0.0] * 64)]
     assert batches(run_batch(counted, requests, invariance=invariance)) == [2]
@@ -240,8 +233,7 @@ def test_an_ordinary_model_is_looked_at_once(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_all_the_same_share_and_leave_the_doubt(tmp_path: Path) -> None:
-    save_mlp(tmp_path / "m" / "1" / "model.onnx")
-    (backend,) = loaded(tmp_path).backends
+    backend = backend_of(tmp_path, save_mlp)
     invariance, counted = in_doubt(), _Counted(backend)
     for _ in range(2):
         assert batches(run_batch(counted, [request([0.0] * 64) for _ in range(3)], invariance=invariance)) == [3]
@@ -250,8 +242,7 @@ def test_rows_that_are_all_the_same_share_and_leave_the_doubt(tmp_path: Path) ->
 
 
 def test_a_failing_request_decides_nothing_and_the_others_are_answered(tmp_path: Path) -> None:
-    save_picky(tmp_path / "m" / "1" / "model.onnx")
-    (backend,) = loaded(tmp_path).backends
+    backend = backend_of(tmp_path, save_picky)
     invariance = in_doubt()
     rows = [InferRequest({"i": np.array([[i]])}, ("y",), 1, (1,), None, lambda _: None) for i in (99, 0, 1)]
     bad, *good = run_batch(backend, rows, invariance=invariance)
@@ -262,7 +253,9 @@ def test_a_failing_request_decides_nothing_and_the_others_are_answered(tmp_path:
 
 
 def test_a_device_that_is_lost_in_a_look_is_not_asked_again(tmp_path: Path) -> None:
-    backend = _Counted(softmax_over_rows(tmp_path), fails=BackendError("CUDA failure 719: unspecified launch failure"))
+    backend = _Counted(
+        backend_of(tmp_path, save_softmax_over_rows), fails=BackendError("CUDA failure 719: unspecified launch failure")
+    )
     with pytest.raises(InstanceLostError):
         run_batch(backend, [request(row) for row in ROWS], invariance=in_doubt())
     assert backend.rows == [1]

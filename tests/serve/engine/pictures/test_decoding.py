@@ -76,29 +76,16 @@ class Scene:
         self.scheduler = PictureScheduler(self.behind, self.statistics, self.threads)
         self.results: list[Tensors | InferenceError] = []
 
-    def request(
-        self,
-        *widths: int,
-        client: str = "",
-        height: int = 4,
-        deadline: float | None = None,
-        leave_by: float | None = None,
-    ) -> InferRequest:
+    def request(self, *widths: int, client: str = "", height: int = 4, **times: float) -> InferRequest:
+        """`times`: the deadline, and the end of its time in the queue."""
         files = [encoded("PNG", Image.new("1", (width, height))) for width in widths]
         shape = (len(files), PREPARATION.height, PREPARATION.width, 3)
         pictures = EncodedPictures(
             name="image", files=np.array(files, object), shape=shape, preparation=PREPARATION, client=client
         )
-        request = InferRequest(
-            EncodedInputs(pictures, {"other": np.zeros(2, np.float32)}),
-            ("y",),
-            len(files),
-            (1,),
-            deadline,
-            self.results.append,
-            leave_by=leave_by,
-            size=sum(map(len, files)),
-        )
+        inputs, size = EncodedInputs(pictures, {"other": np.zeros(2, np.float32)}), sum(map(len, files))
+        deadline = times.pop("deadline", None)
+        request = InferRequest(inputs, ("y",), len(files), (1,), deadline, self.results.append, size=size, **times)
         self.scheduler.submit(request)
         return request
 
