@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from threading import Event, current_thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,16 +77,16 @@ class Scene:
         self.scheduler = PictureScheduler(self.behind, self.statistics, self.threads)
         self.results: list[Tensors | InferenceError] = []
 
-    def request(self, *widths: int, client: str = "", height: int = 4, **times: float) -> InferRequest:
-        """`times`: the deadline, and the end of its time in the queue."""
+    def request(self, *widths: int, client: str = "", height: int = 4, **given: Any) -> InferRequest:
+        """Submit pictures of these widths; `given` as InferRequest takes it."""
         files = [encoded("PNG", Image.new("1", (width, height))) for width in widths]
         shape = (len(files), PREPARATION.height, PREPARATION.width, 3)
         pictures = EncodedPictures(
             name="image", files=np.array(files, object), shape=shape, preparation=PREPARATION, client=client
         )
         inputs, size = EncodedInputs(pictures, {"other": np.zeros(2, np.float32)}), sum(map(len, files))
-        deadline = times.pop("deadline", None)
-        request = InferRequest(inputs, ("y",), len(files), (1,), deadline, self.results.append, size=size, **times)
+        deadline = given.pop("deadline", None)
+        request = InferRequest(inputs, ("y",), len(files), (1,), deadline, self.results.append, size=size, **given)
         self.scheduler.submit(request)
         return request
 

@@ -13,6 +13,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from halfserve.protos.datatypes import BY_WIRE
+from halfserve.serve.engine.backend import Backend
 from halfserve.serve.engine.execution.batch import run_batch
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.precision_guard.guard import GuardPolicy, GuardVerdict, PrecisionGuard
@@ -21,7 +22,7 @@ from halfserve.serve.engine.precision_guard.twin import Fallback, Fp32Twin
 from halfserve.serve.engine.requests import InferRequest, RemarkedAnswer
 from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
-from tests.serve.engine.fakes import FakeBackend
+from tests.serve.engine.fakes import Computing, FakeBackend
 from tests.serve.engine.precision_guard.guarded_models import load, write_table, write_thousandfold
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer, running_server
@@ -47,7 +48,7 @@ class Constant(FakeBackend):
         return {"y": np.full((rows, 2), self._value, np.float32), "n": np.full((rows, 1), 3, np.int64)}
 
 
-def guard_of(policy: GuardPolicy, twin: Constant | None = None, *, batched: bool = True) -> PrecisionGuard:
+def guard_of(policy: GuardPolicy, twin: Backend | None = None, *, batched: bool = True) -> PrecisionGuard:
     specs = [
         TensorSpec(name="y", datatype=BY_WIRE["FP16"], shape=(-1, 2)),
         TensorSpec(name="n", datatype=BY_WIRE["INT64"], shape=(-1, 1)),
@@ -133,23 +134,17 @@ def test_the_twin_answers_exactly_the_bad_requests_in_one_run() -> None:
 
 
 def test_each_request_gets_the_twins_answer_to_its_rows() -> None:
-    class Telling(Constant):
-        def run(self, inputs: Tensors) -> Tensors:
-            return {**super().run(inputs), "y": np.repeat(inputs["x"], 2, axis=1)}
-
+    telling = Computing(lambda inputs: {"y": np.repeat(inputs["x"], 2, axis=1), "n": inputs["x"].astype(np.int64)})
     requests, inputs, outputs = batch(2, 1, 3, 2, bad=(0, 4, 7))
     inputs["x"][:, 0] = np.arange(8) + 20
-    verdict = judged(guard_of(GuardPolicy.FALLBACK, Telling()), requests, inputs, outputs)
+    verdict = judged(guard_of(GuardPolicy.FALLBACK, telling), requests, inputs, outputs)
     assert verdict.outputs["y"][:, 0].tolist() == [20, 21, 1, 23, 24, 25, 26, 27]
 
 
 def test_a_request_that_is_rejected_has_no_other_end() -> None:
-    class Overflowing(Constant):
-        def run(self, inputs: Tensors) -> Tensors:
-            return {**super().run(inputs), "y": np.where(inputs["x"] == 2, np.inf, inputs["x"]).astype(np.float16)}
-
+    overflowing = Computing(lambda inputs: {"y": np.where(inputs["x"] == 2, np.inf, inputs["x"]).astype(np.float16)})
     requests = [InferRequest({"x": np.full((1, 2), x, np.float32)}, ("y",), 1, None, None, lambda _: None) for x in range(4)]
-    results = run_batch(Overflowing(), requests, guard_of(GuardPolicy.REJECT))
+    results = run_batch(overflowing, requests, guard_of(GuardPolicy.REJECT))
     failed, answered = results
     assert isinstance(failed, Failed)
     assert failed.request is requests[2]
@@ -191,11 +186,8 @@ def test_a_twin_that_fails_fails_the_bad_requests_alone() -> None:
 
 
 def test_a_twin_with_other_output_shapes_is_not_used() -> None:
-    class Narrow(Constant):
-        def run(self, inputs: Tensors) -> Tensors:
-            return {**super().run(inputs), "y": np.zeros((len(inputs["x"]), 1), np.float32)}
-
-    verdict = judged(guard_of(GuardPolicy.FALLBACK, Narrow()), *batch(1, bad=(0,)))
+    narrow = Computing(lambda inputs: {"y": np.zeros((1, 1), np.float32), "n": np.zeros((1, 1), np.int64)})
+    verdict = judged(guard_of(GuardPolicy.FALLBACK, narrow), *batch(1, bad=(0,)))
     assert str(verdict.rejected[0]).endswith("the fp32 twin answers with output 'y' of another shape, [1, 1]")
 
 
