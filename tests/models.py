@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
-from onnx import NodeProto, TensorProto, helper, numpy_helper
+from numpy.typing import ArrayLike
+from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from halfserve.protos.datatypes import DATATYPES
 
@@ -32,8 +34,22 @@ def save_model(
         path.stem,
         [helper.make_tensor_value_info(*i) for i in inputs],
         [helper.make_tensor_value_info(*o) for o in outputs],
-        [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()],
     )
+    return _save_graph(path, graph, weights or {})
+
+
+def nodes_of(text: str) -> list[NodeProto]:
+    """The nodes of ONNX's text form, such as "h = MatMul(x, w) y = Relu(h)"."""
+    return list(onnx.parser.parse_graph(f"g () => () {{ {text} }}").node)
+
+
+def save_text(path: Path, text: str, **weights: ArrayLike) -> Path:
+    """Check and write a model in ONNX's text form: "(float[n, 4] x) => (float[n, 4] y) { y = Mul(x, w) }", w=np.float32(2)."""
+    return _save_graph(path, onnx.parser.parse_graph(f"{path.stem} {text}"), weights)
+
+
+def _save_graph(path: Path, graph: GraphProto, weights: Mapping[str, ArrayLike]) -> Path:
+    graph.initializer.extend(numpy_helper.from_array(np.asarray(array), name) for name, array in weights.items())
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
     onnx.checker.check_model(model, full_check=True)
     path.parent.mkdir(parents=True, exist_ok=True)

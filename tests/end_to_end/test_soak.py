@@ -21,13 +21,13 @@ from halfserve import Client
 from tests.end_to_end.conftest import SOAK
 from tests.scale import scaled
 from tests.serve.faults.soaking import fault_injection
-from tests.serve.faults.soaking.clients import clients
+from tests.serve.faults.soaking.clients import WORKS, clients
 from tests.serve.faults.soaking.fault_injection import Scene, keep_at_it
 from tests.serve.faults.soaking.judgement import Report, report
 from tests.serve.faults.soaking.tally import Counted, Tally
 
 SECONDS = scaled(120)
-CLIENTS, THINK_S, PAUSE_S = 6, 0.05, 1.0  # the clients and the time between two faults: a third of a core
+THINK_S, PAUSE_S = 0.05, 1.0  # between requests and between faults: the clients take a third of a core
 SAMPLE_S = 0.25
 STOP_S = 60.0
 ACTS = (
@@ -66,20 +66,20 @@ def soaked(server: ServerProcess) -> tuple[Counted, Report]:
     with grpc.insecure_channel(server.address) as channel, Client(server.address, retries=0) as client:
         scene = Scene(server.address, server.process.pid, client, channel, np.random.default_rng(0), tally)
         threads = [
-            *clients(server.address, CLIENTS, THINK_S, stop, tally),
             threading.Thread(target=keep_at_it, args=(scene, PAUSE_S, stop), name="fault injection"),
             threading.Thread(target=watch, args=(server.process.pid, SAMPLE_S, stop, samples), name="watch"),
         ]
         started = time.monotonic()
-        for thread in threads:
-            thread.start()
-        threads[-1].join(SECONDS)  # ends earlier where the server does
-        # On a busy machine each fault takes longer.
-        while scene.number < len(fault_injection.ACTS) and all(thread.is_alive() for thread in threads[-2:]):
-            threads[-1].join(PAUSE_S)
-        stop.set()
-        for thread in threads:
-            thread.join()
+        with clients(server.address, WORKS, tally, think_s=THINK_S):
+            for thread in threads:
+                thread.start()
+            threads[-1].join(SECONDS)  # ends earlier where the server does
+            # On a busy machine each fault takes longer.
+            while scene.number < len(fault_injection.ACTS) and all(thread.is_alive() for thread in threads):
+                threads[-1].join(PAUSE_S)
+            stop.set()
+            for thread in threads:
+                thread.join()
         counted = tally.counted()
         return counted, report(counted, samples, scene.recoveries_s, started, time.monotonic(), server.log_text())
 

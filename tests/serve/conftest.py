@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import pytest
 
@@ -12,8 +15,30 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.model_loading import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
 from tests.models import save_echo_types, save_mlp, save_picky, save_unbatched
-from tests.serve.running_server import RunningServer, running_server
+from tests.serve.running_server import WAIT_S, RunningServer, running_server
 from tests.serve.runtimes import RUNTIMES
+
+
+@runtime_checkable
+class Drained(Protocol):
+    async def drain(self) -> None: ...
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an async test on an event loop of its own, and drain its fixtures there."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+
+    async def main() -> None:
+        await asyncio.wait_for(pyfuncitem.obj(**given), WAIT_S)
+        for fixture in given.values():
+            if isinstance(fixture, Drained):
+                await asyncio.wait_for(fixture.drain(), WAIT_S)
+
+    asyncio.run(main())
+    return True
 
 
 def load_repository(repository: Path, runtime: Runtime | None = None) -> list[Model]:

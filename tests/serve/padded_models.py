@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
-from tests.models import Array, save_model
+from tests.models import Array, nodes_of, save_model
 
 VOCABULARY, SIZE = 1200, 8
 RULE = "tokens[1]=0 mask[1]=0 -> vectors[1]"
@@ -65,7 +65,7 @@ def write_config(folder: Path, parameters: dict[str, str], warm_ups: str = "") -
 
 def save_pooled(
     folder: Path,
-    nodes: list[NodeProto],
+    text: str,
     *,
     inputs: Sequence[str] = ("mask",),
     output: int = TensorProto.FLOAT,
@@ -75,12 +75,12 @@ def save_pooled(
 ) -> Path:
     """tokens INT64 [batch, length], and the inputs of these names -> y; in a repository's folder.
 
-    mask is INT64 [batch, length]; count and kind are INT64 [batch, 1]. `nodes` make y of what the following nodes make:
+    mask is INT64 [batch, length]; count and kind are INT64 [batch, 1]. The nodes in `text` make y of
     found [batch, length, 8], the vectors of the tokens; right [batch, 8], their mean where mask is 1; wrong [batch, 8], their
     mean over all places; size, their number; place [length], their numbers from 0, all in FP32 beside place, in INT64.
     `buckets`: of the padding.
     """
-    given = ["tokens", *inputs]
+    given, nodes = ["tokens", *inputs], nodes_of(text)
     ready = [
         node("Gather", ["table", "tokens"], ["found"], axis=0),
         node("ReduceMean", ["found", "one"], ["wrong"], keepdims=0),

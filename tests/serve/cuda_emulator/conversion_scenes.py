@@ -125,7 +125,6 @@ def opened(model: onnx.ModelProto) -> ort.InferenceSession:
 
 
 def is_taken(model: onnx.ModelProto) -> bool:
-    """Whether the runtime opens a model."""
     try:
         opened(model)
     except Exception:  # noqa: BLE001  (the runtime's exceptions have no common class of their own)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntimeBackend
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.tensors import Array
+from tests.export.stored_models import parse
 from tests.serve.backends.support import load_backend
 
 COLUMNS = 4
@@ -26,14 +26,12 @@ def log(device: ctypes.CDLL) -> list[str]:
 
 def save(path: Path, *, sized: bool = False) -> Path:
     """A model that copies rows of COLUMNS; with `sized`, whatever comes, in the shape that its second input says."""
-    value = helper.make_tensor_value_info
-    inputs = [value("x", TensorProto.FLOAT, ["n"] if sized else ["n", COLUMNS])]
-    inputs += [value("s", TensorProto.INT64, [2])] if sized else []
-    nodes = [helper.make_node("Reshape", ["x", "s"], ["t"]), helper.make_node("Identity", ["t"], ["y"])]
-    kept = [] if sized else [helper.make_tensor("s", TensorProto.INT64, [3], [-1, 2, COLUMNS // 2])]
-    outputs = [value("y", TensorProto.FLOAT, ["a", "b"] if sized else ["n", 2, COLUMNS // 2])]
-    graph = helper.make_graph(nodes, "g", inputs, outputs, kept)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    if sized:
+        text = "g (float[n] x, int64[2] s) => (float[a, b] y) { t = Reshape(x, s)  y = Identity(t) }"
+        onnx.save(parse(text, opset=17, ir=8), path)
+    else:
+        text = f"g (float[n, {COLUMNS}] x) => (float[n, 2, {COLUMNS // 2}] y) {{ t = Reshape(x, s)  y = Identity(t) }}"
+        onnx.save(parse(text, opset=17, ir=8, s=np.array([-1, 2, COLUMNS // 2])), path)
     return path
 
 
@@ -42,6 +40,15 @@ def with_graphs(**parameters: str) -> ModelConfig:
     config.optimization.cuda.graphs = True
     for key, text in parameters.items():
         config.parameters[key].string_value = text
+    return config
+
+
+def with_options(**options: str) -> ModelConfig:
+    """A configuration with these options of the CUDA provider."""
+    config = ModelConfig()
+    accelerator = config.optimization.execution_accelerators.gpu_execution_accelerator.add(name="cuda")
+    for key, text in options.items():
+        accelerator.parameters[key] = text
     return config
 
 

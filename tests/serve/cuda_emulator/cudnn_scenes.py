@@ -59,7 +59,6 @@ def model_of(layer: str, name: str, dtype: np.dtype[Any]) -> onnx.ModelProto:
 
 
 def session_of(layer: str, name: str, dtype: np.dtype[Any]) -> ort.InferenceSession:
-    """That model on the emulated device."""
     options = ort.SessionOptions()
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     model = model_of(layer, name, dtype)

@@ -43,14 +43,12 @@ SLOW = 1e6  # bytes a second, so that copies of a request take longer than handi
 
 
 def write_served(folder: Path, config: str = "") -> None:
-    """The model that copies, in a repository."""
     (folder / "m" / "1").mkdir(parents=True, exist_ok=True)
     save(folder / "m" / "1" / "model.onnx")
     (folder / "m" / "config.pbtxt").write_text(config)
 
 
 def load_served(folder: Path, config: str = "") -> Model:
-    """The model that copies, as a server loads it."""
     write_served(folder, config)
     (files,) = find_models(folder)
     return load_model(files, OnnxRuntime(), DevicePlacement(), Defaults())

@@ -80,7 +80,7 @@ class Held(BackendView):
         return self._backend.run(inputs)
 
 
-def test_staged_batches_are_copied_from_locked_memory(tmp_path: Path, device: ctypes.CDLL) -> None:
+async def test_staged_batches_are_copied_from_locked_memory(tmp_path: Path, device: ctypes.CDLL) -> None:
     before, each = device.emulated_locked_bytes(), 2**15
 
     def one_row(backend: Backend) -> None:
@@ -100,22 +100,19 @@ def test_staged_batches_are_copied_from_locked_memory(tmp_path: Path, device: ct
         held.release.set()
         return [await end for end in ends]
 
-    async def main() -> None:
-        held = Held(load(tmp_path / "m.onnx"))
-        instance = make_instance(held, 0, Supervision(label="m/1"))
-        held.release.set()
-        instance.settle(partial(one_row, held))  # as the loader does, which shows where it runs
-        log(device)
-        for _ in range(3):
-            for (answered,) in await computed(instance, held):
-                assert isinstance(answered, Answered), answered
-                values = [number for answer in answered.answers for number in answer["y"].ravel().tolist()]
-                assert values == list(range(2 * each * COLUMNS))
-        assert device.emulated_locked_bytes() == before + 2 * (2 * each * COLUMNS * 4), "two sets of buffers, and no more"
-        instance.stop()
-
     others = set(threading.enumerate())
-    asyncio.run(main())
+    held = Held(load(tmp_path / "m.onnx"))
+    instance = make_instance(held, 0, Supervision(label="m/1"))
+    held.release.set()
+    instance.settle(partial(one_row, held))  # as the loader does, which shows where it runs
+    log(device)
+    for _ in range(3):
+        for (answered,) in await computed(instance, held):
+            assert isinstance(answered, Answered), answered
+            values = [number for answer in answered.answers for number in answer["y"].ravel().tolist()]
+            assert values == list(range(2 * each * COLUMNS))
+    assert device.emulated_locked_bytes() == before + 2 * (2 * each * COLUMNS * 4), "two sets of buffers, and no more"
+    instance.stop()
     for thread in set(threading.enumerate()) - others:
         thread.join(60)
     gc.collect()
@@ -150,15 +147,11 @@ def test_nothing_is_locked_for_the_cpu(tmp_path: Path, device: ctypes.CDLL) -> N
 
 
 class Exported:
-    """Tensors that clients have exported: they lie on the device.
-
-    Attributes:
-        reads: how many bytes were copied to the host, by each copy.
-    """
+    """Tensors that clients have exported: they lie on the device."""
 
     def __init__(self, count: int, each: int) -> None:
         """Of `count` requests with `each` rows."""
-        self.reads: list[int] = []
+        self.reads: list[int] = []  # how many bytes were copied to the host, by each copy
         driver = cuda_driver()
         assert driver is not None
         self._memory, _ = driver.allocate_shared(4 + count * each * COLUMNS * 4, 0)

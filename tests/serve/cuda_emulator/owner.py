@@ -19,23 +19,15 @@ HANDLE_BYTES = 64
 
 
 class Owner:
-    """Such a process, seen from another.
-
-    Attributes:
-        handle: of its memory.
-    """
-
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self.handle = bytes.fromhex(self._line())
 
     def read(self, offset: int, size: int) -> bytes:
-        """What lies there."""
         self._say(f"read {offset} {size}")
         return bytes.fromhex(self._line())
 
     def write(self, offset: int, data: bytes) -> None:
-        """Have something lie there."""
         self._say(f"write {offset} {data.hex()}")
         self._line()
 
@@ -59,7 +51,6 @@ def owner(library: str, size: int, device_id: int = 0) -> Iterator[Owner]:
 
 
 def main(library: str, size: int, device_id: int) -> None:
-    """Own memory until the input ends."""
     driver = ctypes.CDLL(library)
     device, context, pointer = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
     handle = ctypes.create_string_buffer(HANDLE_BYTES)

@@ -23,7 +23,7 @@ from halfserve.serve.engine.errors import BackendError, ModelLoadError, is_devic
 from halfserve.serve.engine.precision_guard.loading import make_guard
 from tests.export.stored_models import parse
 from tests.serve.backends.support import load_backend
-from tests.serve.cuda_emulator.copying_model import COLUMNS, check, load, log, rows, save, with_graphs
+from tests.serve.cuda_emulator.copying_model import COLUMNS, check, load, log, rows, save, with_graphs, with_options
 from tests.serve.cuda_emulator.library import PROVIDER
 
 OUT_OF_MEMORY, ILLEGAL_ADDRESS, OLD_DRIVER = 2, 700, 35
@@ -40,10 +40,7 @@ def test_answers_are_those_of_the_request_at_hand(tmp_path: Path, device: ctypes
 
 
 def test_the_providers_own_switch_records_as_ours_does(tmp_path: Path, device: ctypes.CDLL) -> None:
-    config = ModelConfig()
-    accelerator = config.optimization.execution_accelerators.gpu_execution_accelerator.add(name="cuda")
-    accelerator.parameters["enable_cuda_graph"] = "1"
-    backend = load(tmp_path / "m.onnx", config)
+    backend = load(tmp_path / "m.onnx", with_options(enable_cuda_graph="1"))
     for start in range(4):
         check(backend, 2, start)
     assert log(device).count("replay") == 3
@@ -295,11 +292,8 @@ def test_without_tensorrt_the_model_runs_on_its_cuda_device(
 def test_an_option_that_cannot_be_read_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], option: str, text: str, reason: str
 ) -> None:
-    config = ModelConfig()
-    accelerator = config.optimization.execution_accelerators.gpu_execution_accelerator.add(name="cuda")
-    accelerator.parameters[option] = text
     with pytest.raises(ModelLoadError, match=f"m.onnx: ONNX Runtime refuses the model: {reason}"):
-        load(tmp_path / "m.onnx", config)
+        load(tmp_path / "m.onnx", with_options(**{option: text}))
     assert capfd.readouterr().out == ""
 
 
@@ -339,8 +333,7 @@ def test_float32_products_are_tf32_beside_a_half_convolution_alone(tmp_path: Pat
 
 @pytest.mark.usefixtures("device")
 def test_the_precision_says_that_a_configuration_asks_for_tf32_and_the_twin_has_none(tmp_path: Path) -> None:
-    config = ModelConfig()
-    config.optimization.execution_accelerators.gpu_execution_accelerator.add(name="cuda").parameters["use_tf32"] = "1"
+    config = with_options(use_tf32="1")
     config.parameters["halfserve.precision_guard"].string_value = "fallback"
     model, runtime = tmp_path / "m.onnx", OnnxRuntime()
     (tmp_path / "fp32").mkdir()

@@ -23,7 +23,7 @@ from halfserve.serve.engine.cuda_driver import cuda_driver
 from halfserve.serve.engine.tensors import Array
 from halfserve.serve.trials.decisions import Decisions
 from tests.export.stored_models import parse
-from tests.serve.cuda_emulator.copying_model import check, log, save, with_graphs
+from tests.serve.cuda_emulator.copying_model import check, log, save, with_graphs, with_options
 from tests.serve.cuda_emulator.copying_model import load as load_with
 
 WAYS = "halfserve.cuda_ways"
@@ -31,16 +31,11 @@ WAYS = "halfserve.cuda_ways"
 
 @dataclass
 class GivenTimes:
-    """Measures what a test says, in the order of the ways that are measured.
+    """Measures what a test says, in the order of the ways that are measured."""
 
-    Attributes:
-        ms: times, and times on the processor; the first are those of the usual way.
-        recorded: whether each backend that was measured records CUDA graphs.
-    """
-
-    ms: Sequence[tuple[float, float]]
+    ms: Sequence[tuple[float, float]]  # times, and times on the processor; the first are those of the usual way
     answers: list[float] = field(default_factory=list)
-    recorded: list[bool] = field(default_factory=list)
+    recorded: list[bool] = field(default_factory=list)  # whether each backend that was measured records CUDA graphs
 
     def __call__(self, backend: Backend, batch: Mapping[str, Array]) -> WayCost:
         assert isinstance(backend, OnnxRuntimeBackend)
@@ -183,9 +178,8 @@ def test_configured_ways_are_not_tried(tmp_path: Path) -> None:
     config.parameters[WAYS].string_value = "nhwc"
     backend, _ = load(save_convolution(tmp_path / "m.onnx"), GivenTimes([]), config)
     assert options(backend)["prefer_nhwc"] == "1"
-    single = ModelConfig(max_batch_size=4)
-    accelerator = single.optimization.execution_accelerators.gpu_execution_accelerator.add(name="cuda")
-    accelerator.parameters["prefer_nhwc"] = "0"
+    single = with_options(prefer_nhwc="0")
+    single.max_batch_size = 4
     backend, single = load(save_convolution(tmp_path / "m.onnx"), GivenTimes(4 * [(9, 9)]), single)
     assert options(backend)["prefer_nhwc"] == "0"
     assert "nhwc" not in single.parameters["halfserve.measured"].string_value

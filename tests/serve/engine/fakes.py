@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,10 @@ from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import ModelInterface
 from halfserve.serve.engine.dispatch.short_batches import NOTHING_KNOWN
+from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors, TensorSpec
 
 HOLD_S = 60.0
@@ -32,19 +34,25 @@ class FakeBackend:
         """Nothing."""
 
 
-class HeldBackend(FakeBackend):
-    """Adds 1 to x. Computes nothing until `release` is set; fails on a batch that holds a negative value.
+class Computing(FakeBackend):
+    """Computes with a function, and keeps copies of what it was given."""
 
-    Attributes:
-        entered: set when a batch has reached the worker thread.
-        release: set it to let batches through.
-        batches: the rows of each batch that was tried, in order.
-    """
+    def __init__(self, compute: Callable[[Tensors], Tensors]) -> None:
+        self.seen: list[Tensors] = []
+        self._compute = compute
+
+    def run(self, inputs: Tensors) -> Tensors:
+        self.seen.append({name: array.copy() for name, array in inputs.items()})
+        return self._compute(inputs)
+
+
+class HeldBackend(FakeBackend):
+    """Adds 1 to x. Computes nothing until `release` is set; fails on a batch that holds a negative value."""
 
     def __init__(self, *, held: bool = False) -> None:
-        self.entered = threading.Event()
-        self.release = threading.Event()
-        self.batches: list[list[float]] = []
+        self.entered = threading.Event()  # set when a batch has reached the worker thread
+        self.release = threading.Event()  # set it to let batches through
+        self.batches: list[list[float]] = []  # the rows of each batch that was tried, in order
         if not held:
             self.release.set()
 
@@ -56,6 +64,28 @@ class HeldBackend(FakeBackend):
         if (x < 0).any():
             raise ValueError("negative values hurt")
         return {"y": x + 1}
+
+
+class ByHand:
+    """A scheduler whose requests the test answers: `submitted` holds them in order."""
+
+    def __init__(self) -> None:
+        self.submitted: list[InferRequest] = []
+        self.cancelled: list[InferRequest] = []
+        self.is_drained = False
+        self.refusal: InferenceError | None = None
+
+    def submit(self, request: InferRequest) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.submitted.append(request)
+
+    def cancel(self, request: InferRequest) -> None:
+        request.cancelled = True
+        self.cancelled.append(request)
+
+    async def drain(self) -> None:
+        self.is_drained = True
 
 
 MEASURED = "OpenVINO in bfloat16 41 ms, ONNX Runtime in float32 84 ms for a batch of 8; they differ by 0.01 of the largest"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import wraps
-from typing import Any, ParamSpec
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,21 +23,16 @@ from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import FakeBackend
 
-P = ParamSpec("P")
 WAIT_S = 60.0
 DOWN = "the model failed and cannot be loaded just now (the next attempt {}); try again later, or on another replica"
 
 
 class Fragile(FakeBackend):
-    """Adds 1 to x, until a batch holds a negative value: then its device is lost.
+    """Adds 1 to x, until a batch holds a negative value: then its device is lost."""
 
-    Attributes:
-        batches: the values of each batch that was tried.
-    """
-
-    def __init__(self) -> None:
-        self.batches: list[list[float]] = []
-        self._lost = False
+    def __init__(self, *, lost: bool = False) -> None:
+        self.batches: list[list[float]] = []  # the values of each batch that was tried
+        self._lost = lost
 
     def run(self, inputs: Tensors) -> Tensors:
         x = inputs["x"]
@@ -52,8 +46,8 @@ class Fragile(FakeBackend):
 class Slow(Fragile):
     """Computes nothing until `release` is set; `entered` is set when a batch has come."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, lost: bool = False) -> None:
+        super().__init__(lost=lost)
         self.entered, self.release = threading.Event(), threading.Event()
 
     def run(self, inputs: Tensors) -> Tensors:
@@ -70,11 +64,7 @@ def runner_of(instance: Instance) -> TensorRunner:
 
 
 class Scene:
-    """A batcher over some copies, and what its requests got.
-
-    Attributes:
-        reloads: how often a copy was loaded again.
-    """
+    """A batcher over some copies, and what its requests got."""
 
     def __init__(
         self,
@@ -84,7 +74,7 @@ class Scene:
         short_s: Mapping[int, float] = NOTHING_KNOWN,
         **how: Any,
     ) -> None:
-        self.reloads = 0
+        self.reloads = 0  # how often a copy was loaded again
         self.statistics = Statistics()
 
         def load(number: int) -> Backend:
@@ -123,19 +113,18 @@ class Scene:
             await self.tried_again()
 
     async def tried_again(self) -> None:
-        """Wait until a copy has come back, or could not."""
         await self._changed.wait()
         self._changed.clear()
 
 
-def on_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
-    """Run a test on an event loop of its own, for WAIT_S at most."""
+class Copies:
+    def __init__(self) -> None:
+        self._scenes: list[Scene] = []
 
-    @wraps(test)
-    def running(*fixtures: P.args, **named: P.kwargs) -> None:
-        async def main() -> None:
-            await asyncio.wait_for(test(*fixtures, **named), WAIT_S)
+    def __call__(self, backends: Sequence[Backend], reload: Callable[[], Backend] | None, **how: Any) -> Scene:
+        self._scenes.append(Scene(backends, reload, **how))
+        return self._scenes[-1]
 
-        asyncio.run(main())
-
-    return running
+    async def drain(self) -> None:
+        for scene in self._scenes:
+            await scene.batcher.drain()

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
-from functools import wraps
-from inspect import Signature, signature
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +15,8 @@ from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
 
-P = ParamSpec("P")
-
 
 class Answers:
-    """Requests with consecutive values, and their results."""
-
     def __init__(self) -> None:
         self.results: dict[float, list[Tensors | InferenceError]] = {}
         self.models: list[Model] = []
@@ -33,6 +26,17 @@ class Answers:
         """See `held_model`; it is drained after the test."""
         self.models.append(held_model(backend or HeldBackend(), **how))
         return self.models[-1]
+
+    def submit(self, model: Model, *values: float) -> None:
+        for value in values:
+            model.scheduler.submit(self.request(value))
+
+    async def busy_model(self, **how: Any) -> tuple[HeldBackend, Model]:
+        """A model whose worker is held at a request of 100, so that what comes next has to queue."""
+        backend = HeldBackend(held=True)
+        model = self.model(backend, **how)
+        await hold_first(backend, model.batcher, self)
+        return backend, model
 
     def request(
         self, value: float, *, deadline: float | None = None, leave_by: float | None = None, rows: int = 1
@@ -51,6 +55,10 @@ class Answers:
             await asyncio.wait_for(self._news.wait(), 20)
             self._news.clear()
 
+    async def drain(self) -> None:
+        for model in self.models:
+            await model.scheduler.drain()
+
     def value(self, of: float) -> Any:
         (result,) = self.results[of]
         assert not isinstance(result, InferenceError), result
@@ -60,24 +68,6 @@ class Answers:
         (result,) = self.results[of]
         assert isinstance(result, InferenceError)
         return result
-
-
-def on_loop(test: Callable[Concatenate[Answers, P], Awaitable[None]]) -> Callable[P, None]:
-    """Run a test on an event loop of its own, and drain its models."""
-
-    @wraps(test)
-    def running(*fixtures: P.args, **named: P.kwargs) -> None:
-        async def main() -> None:
-            answers = Answers()
-            await test(answers, *fixtures, **named)
-            for model in answers.models:
-                await model.batcher.drain()
-
-        asyncio.run(main())
-
-    _, *parameters = signature(test).parameters.values()
-    running.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # (pytest reads the fixtures from it)
-    return running
 
 
 async def hold_first(backend: HeldBackend, batcher: Batcher, answers: Answers) -> None:

@@ -48,25 +48,13 @@ Cost = Callable[[int, float], float]  # seconds of a batch, from its rows and th
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """An arrival.
-
-    Attributes:
-        at: seconds.
-        within: seconds from then to its deadline; None has none.
-        waits: seconds that it may wait in the queue; None for ever.
-        rows: in the request.
-        bucket: its shape.
-        priority: 0 the most urgent.
-        cancels_after: seconds after which the client goes; None stays.
-    """
-
     at: float
-    within: float | None = None
-    waits: float | None = None
+    within: float | None = None  # seconds from then to its deadline; None has none
+    waits: float | None = None  # seconds that it may wait in the queue; None for ever
     rows: int = 1
     bucket: str = "a"
-    priority: int = 0
-    cancels_after: float | None = None
+    priority: int = 0  # 0 the most urgent
+    cancels_after: float | None = None  # seconds after which the client goes; None stays
 
 
 @dataclass
@@ -93,16 +81,9 @@ class Outcome:
 
 
 class Simulation:
-    """One model.
-
-    Attributes:
-        outcomes: one per client, in order of arrival.
-        batches: (start, rows) of each batch.
-    """
-
     def __init__(self, limits: BatchLimits, cost: Cost, *, instances: int = 1, foresees: bool = True) -> None:
-        self.outcomes: list[Outcome] = []
-        self.batches: list[tuple[float, int]] = []
+        self.outcomes: list[Outcome] = []  # one per client, in order of arrival
+        self.batches: list[tuple[float, int]] = []  # (start, rows) of each batch
         self.now = 0.0
         self._cost = cost
         self._idle = instances
@@ -115,7 +96,6 @@ class Simulation:
         self._requests: list[InferRequest] = []  # kept, so that no two have the same identity
 
     def run(self, clients: list[Client]) -> list[Outcome]:
-        """Let all come, and everything end."""
         for client in clients:
             self._at(client.at, lambda client=client: self._arrive(client))  # type: ignore[misc]  # (a default binds it now)
         while self._events:

@@ -58,7 +58,6 @@ def test_a_job_that_never_returns_does_not_keep_the_process() -> None:
 
 @pytest.fixture
 def rests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[threading.Thread, float]]:
-    """Threads and the seconds that each has paused."""
     seen: list[tuple[threading.Thread, float]] = []
     monkeypatch.setattr(time, "sleep", lambda seconds: seen.append((threading.current_thread(), seconds)))
     return seen

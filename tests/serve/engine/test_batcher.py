@@ -16,23 +16,19 @@ from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.dispatch.delivery import Delivery
 from halfserve.serve.engine.errors import BackendError, DeadlineExceededError, InferenceError, UnavailableError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
+from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.batch_queue import BatchQueue
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.requests import InferRequest
-from halfserve.serve.engine.results import Answered, Failed, LostRequests
+from halfserve.serve.engine.results import LostRequests
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend
-from tests.serve.engine.scene import Answers, QuickBackend, hold_first, on_loop
+from tests.serve.engine.scene import Answers, QuickBackend
 
 
-@on_loop
 async def test_requests_that_arrive_while_a_batch_runs_share_the_next_one(answers: Answers) -> None:
-    backend = HeldBackend(held=True)
-    model = answers.model(backend)
-    await hold_first(backend, model.batcher, answers)
-    for value in range(5):
-        model.batcher.submit(answers.request(value))
+    backend, model = await answers.busy_model()
+    answers.submit(model, *range(5))
     backend.release.set()
     await answers.all(6)
     assert backend.batches == [[100], [0, 1, 2, 3, 4]]
@@ -51,7 +47,6 @@ def check_statistics(model: Model, *, requests: int, batches: int) -> None:
     assert s.last_inference_ms > 1_700_000_000_000
 
 
-@on_loop
 async def test_a_few_requests_wait_one_turn_for_more_and_a_single_one_does_not(answers: Answers) -> None:
     async def arrive_in_two_turns(batcher: Batcher, answers: Answers, first: list[int], second: list[int]) -> None:
         for value in first:
@@ -72,7 +67,6 @@ async def test_a_few_requests_wait_one_turn_for_more_and_a_single_one_does_not(a
     assert backend.batches == [[1, 2, 3], many, [20], [31], [32]]
 
 
-@on_loop
 async def test_a_lone_short_request_can_be_joined_and_cancelled_in_its_turn(answers: Answers) -> None:
     backend = QuickBackend()
     model = answers.model(backend, short_s={8: 1e-6})
@@ -99,13 +93,9 @@ async def test_a_lone_short_request_can_be_joined_and_cancelled_in_its_turn(answ
     assert backend.threads[0] == threading.get_ident()  # a stall of the machine may send later ones to a thread
 
 
-@on_loop
 async def test_only_the_bad_request_of_a_batch_fails(answers: Answers) -> None:
-    backend = HeldBackend(held=True)
-    model = answers.model(backend)
-    await hold_first(backend, model.batcher, answers)
-    for value in (0, 1, -7, 3, 4):
-        model.batcher.submit(answers.request(value))
+    backend, model = await answers.busy_model()
+    answers.submit(model, 0, 1, -7, 3, 4)
     backend.release.set()
     await answers.all(6)
     assert [answers.value(v) for v in (0, 1, 3, 4)] == [1, 2, 4, 5]
@@ -114,7 +104,6 @@ async def test_only_the_bad_request_of_a_batch_fails(answers: Answers) -> None:
     assert (model.statistics.totals.fail.count, model.statistics.totals.success.count) == (1, 5)
 
 
-@on_loop
 async def test_a_callback_that_raises_does_not_disturb_its_batch_mates(
     answers: Answers, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -132,12 +121,11 @@ async def test_a_callback_that_raises_does_not_disturb_its_batch_mates(
     assert "socket exploded" in caplog.text
 
 
-@on_loop
 async def test_a_queue_delay_lets_a_batch_fill(answers: Answers) -> None:
     backend = HeldBackend()
     model = answers.model(backend, max_rows=4, max_delay_s=30.0)
     for value in range(3):
-        model.batcher.submit(answers.request(value))
+        answers.submit(model, value)
         await asyncio.sleep(0)
     assert not backend.entered.is_set()
     model.batcher.submit(answers.request(3))
@@ -145,7 +133,6 @@ async def test_a_queue_delay_lets_a_batch_fill(answers: Answers) -> None:
     assert backend.batches == [[0, 1, 2, 3]]
 
 
-@on_loop
 async def test_a_queue_delay_ends_when_the_batch_is_not_full(answers: Answers) -> None:
     backend = HeldBackend()
     model = answers.model(backend, max_rows=4, max_delay_s=0.01)
@@ -154,11 +141,8 @@ async def test_a_queue_delay_ends_when_the_batch_is_not_full(answers: Answers) -
     assert backend.batches == [[5, 5]]
 
 
-@on_loop
 async def test_a_batch_is_padded_to_the_next_size(answers: Answers) -> None:
-    backend = HeldBackend(held=True)
-    model = answers.model(backend, preferred_rows=(4, 8), padded_rows=(4, 8))
-    await hold_first(backend, model.batcher, answers)
+    backend, model = await answers.busy_model(preferred_rows=(4, 8), padded_rows=(4, 8))
     for value in (1, 2, 3):
         model.batcher.submit(answers.request(value, rows=2 if value == 2 else 1))
     model.batcher.submit(answers.request(4))
@@ -172,11 +156,8 @@ async def test_a_batch_is_padded_to_the_next_size(answers: Answers) -> None:
     assert (model.statistics.totals.rows, model.statistics.totals.batches) == (6, 2)
 
 
-@on_loop
 async def test_draining_finishes_accepted_requests_and_refuses_new_ones(answers: Answers) -> None:
-    backend = HeldBackend(held=True)
-    model = answers.model(backend)
-    await hold_first(backend, model.batcher, answers)
+    backend, model = await answers.busy_model()
     model.batcher.submit(answers.request(1))
     draining = asyncio.create_task(model.batcher.drain())
     await asyncio.sleep(0)
@@ -188,7 +169,6 @@ async def test_draining_finishes_accepted_requests_and_refuses_new_ones(answers:
     assert (answers.value(100), answers.value(1)) == (101, 2)
 
 
-@on_loop
 async def test_draining_does_not_wait_for_batches_to_fill(answers: Answers) -> None:
     model = answers.model(max_delay_s=3600.0)
     model.batcher.submit(answers.request(1))
@@ -196,7 +176,6 @@ async def test_draining_does_not_wait_for_batches_to_fill(answers: Answers) -> N
     assert answers.value(1) == 2
 
 
-@on_loop
 async def test_draining_does_not_wait_for_a_request_that_was_cancelled(answers: Answers) -> None:
     model = answers.model(max_delay_s=3600.0)
     request = answers.request(1)
@@ -208,11 +187,8 @@ async def test_draining_does_not_wait_for_a_request_that_was_cancelled(answers: 
     assert answers.results == {1: []}
 
 
-@on_loop
 async def test_a_cancelled_request_leaves_the_queue_and_is_never_called_back(answers: Answers) -> None:
-    backend = HeldBackend(held=True)
-    model = answers.model(backend)
-    await hold_first(backend, model.batcher, answers)
+    backend, model = await answers.busy_model()
     requests = [answers.request(v) for v in range(3)]
     for request in requests:
         model.batcher.submit(request)
@@ -224,7 +200,6 @@ async def test_a_cancelled_request_leaves_the_queue_and_is_never_called_back(ans
     assert (answers.value(0), answers.value(2), answers.results[1]) == (1, 3, [])
 
 
-@on_loop
 async def test_cancelling_a_running_request_leaves_its_batch_mates_alone(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = answers.model(backend)
@@ -239,7 +214,6 @@ async def test_cancelling_a_running_request_leaves_its_batch_mates_alone(answers
 
 
 @pytest.mark.parametrize("stay", [0, 1])
-@on_loop
 async def test_cancelled_requests_do_not_count_as_successes(answers: Answers, stay: int) -> None:
     """Timeouts shorter than the model's time would otherwise count as successes."""
     backend = HeldBackend(held=True)
@@ -258,11 +232,8 @@ async def test_cancelled_requests_do_not_count_as_successes(answers: Answers, st
     assert model.statistics.histograms()["total"].count == stay
 
 
-@on_loop
 async def test_an_expired_request_is_answered_without_being_computed(answers: Answers) -> None:
-    backend = HeldBackend(held=True)
-    model = answers.model(backend)
-    await hold_first(backend, model.batcher, answers)
+    backend, model = await answers.busy_model()
     model.batcher.submit(answers.request(1, deadline=time.monotonic() - 0.001))
     model.batcher.submit(answers.request(2, deadline=time.monotonic() + 60))
     backend.release.set()
@@ -272,11 +243,8 @@ async def test_an_expired_request_is_answered_without_being_computed(answers: An
 
 
 @pytest.mark.parametrize("target", [None, 60.0])
-@on_loop
 async def test_a_request_past_its_queue_timeout_is_not_computed(answers: Answers, target: float | None) -> None:
-    backend = HeldBackend(held=True)
-    model = answers.model(backend, latency_target_s=target)
-    await hold_first(backend, model.batcher, answers)
+    backend, model = await answers.busy_model(latency_target_s=target)
     request = answers.request(1)
     request.leave_by = request.arrived_ns / 1e9 + 0.000_001
     model.batcher.submit(request)
@@ -291,7 +259,6 @@ async def test_a_request_past_its_queue_timeout_is_not_computed(answers: Answers
     assert backend.batches == [[100]]
 
 
-TIMES = BatchTimes(started=1, assembled=2, computed=3, split=4)
 SORRY = UnavailableError("send it again")
 FAULT = "an illegal memory access"
 
@@ -312,47 +279,6 @@ class Scene:
         return InferRequest({"x": np.zeros((1, 1))}, ("y",), 1, (1,), None, done)
 
 
-def answered(*requests: InferRequest) -> Answered:
-    return Answered(list(requests), [{"y": np.array([number])} for number in range(len(requests))], TIMES)
-
-
-def test_batches_are_answered_in_order_each_request_with_its_own() -> None:
-    scene = Scene()
-    a, b, c, d = map(scene.request, "abcd")
-    scene.delivery.add([answered(a, b)], 2)
-    scene.delivery.add([answered(c), Failed(d, BackendError("no such row"))], 2)
-    assert not scene.delivery.deliver()
-    assert scene.given == [("a", "0"), ("b", "1"), ("c", "0"), ("d", "no such row")]
-    assert (scene.statistics.totals.success.count, scene.statistics.totals.fail.count) == (3, 1)
-    assert not scene.delivery.deliver(), "once"
-    assert len(scene.given) == 4
-
-
-def test_requests_lost_with_their_copy_are_replayed_once() -> None:
-    scene = Scene()
-    a, b = map(scene.request, "ab")
-    scene.delivery.add([LostRequests([a, b], SORRY, FAULT)], 2)
-    assert scene.delivery.deliver()
-    for alone in (a, b):  # it may be one of them that breaks copies
-        again = scene.queue.take(0.0)
-        assert again is not None
-        assert (again.requests, scene.given) == ([alone], [])
-    scene.delivery.add([answered(a)], 1)
-    scene.delivery.add([LostRequests([b], SORRY, FAULT)], 1)
-    assert not scene.delivery.deliver()
-    assert scene.given == [("a", "0"), ("b", "send it again")]
-
-
-def test_requests_lost_untouched_are_replayed_together() -> None:
-    scene = Scene()
-    a, b = map(scene.request, "ab")
-    scene.delivery.add([LostRequests([a, b], SORRY)], 2)
-    assert scene.delivery.deliver()
-    again = scene.queue.take(0.0)
-    assert again is not None
-    assert again.requests == [a, b]
-
-
 def test_a_request_cancelled_before_its_replay_is_dropped() -> None:
     scene = Scene()
     request = scene.request("a")
@@ -366,15 +292,10 @@ def test_a_request_cancelled_before_its_replay_is_dropped() -> None:
     assert alive() is None
 
 
-@pytest.mark.parametrize("why", ["cancelled", "full"])
-def test_cancelled_requests_and_those_beyond_the_queue_are_not_replayed(why: str) -> None:
+def test_requests_beyond_the_queue_are_not_replayed() -> None:
     scene = Scene(max_waiting=1)
-    request = scene.request("a")
-    if why == "cancelled":
-        request.cancelled = True
-    else:
-        scene.queue.offer(scene.request("b"))
-    scene.delivery.add([LostRequests([request], SORRY, FAULT)], 1)
+    scene.queue.offer(scene.request("b"))
+    scene.delivery.add([LostRequests([scene.request("a")], SORRY, FAULT)], 1)
     assert not scene.delivery.deliver()
     assert scene.statistics.totals.fail.count == 1
-    assert scene.given == ([] if why == "cancelled" else [("a", "send it again")])
+    assert scene.given == [("a", "send it again")]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,17 +27,6 @@ def index(core: InferenceCore) -> list[tuple[str, str, str, str]]:
     return [(s.name, s.version, s.state.value, s.reason) for s in core.index()]
 
 
-def on_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """A test that runs on an event loop."""
-
-    def run() -> None:
-        asyncio.run(work())
-
-    run.__name__ = work.__name__
-    return run
-
-
-@on_loop
 async def test_versions_are_replaced_and_listeners_told() -> None:
     one, two, ten = version(1), version(2), version(10)
     core = InferenceCore([one, version(1, "other")])
@@ -62,7 +50,6 @@ async def test_versions_are_replaced_and_listeners_told() -> None:
     await core.drain()
 
 
-@on_loop
 async def test_readiness_follows_each_version() -> None:
     one, two = version(1), version(2)
     core = InferenceCore([one])
@@ -84,7 +71,6 @@ async def test_readiness_follows_each_version() -> None:
     await core.drain()
 
 
-@on_loop
 async def test_a_version_may_have_leading_zeros_and_any_number_of_digits() -> None:
     core = InferenceCore([version(1), version(10)])
     assert core.model("m", "0010").version == 10
@@ -93,7 +79,6 @@ async def test_a_version_may_have_leading_zeros_and_any_number_of_digits() -> No
             core.model("m", number)
 
 
-@on_loop
 async def test_the_error_for_an_unserved_model_says_its_state() -> None:
     core = InferenceCore([])
     for name in ("loading", "refused"):
@@ -119,7 +104,6 @@ async def test_the_error_for_an_unserved_model_says_its_state() -> None:
     ]
 
 
-@on_loop
 async def test_a_version_must_be_a_number() -> None:
     core = InferenceCore([version(1)])
     for ask in (core.model, core.is_model_ready):
@@ -130,7 +114,6 @@ async def test_a_version_must_be_a_number() -> None:
     await core.drain()
 
 
-@on_loop
 async def test_without_a_control_nothing_is_loaded_by_request() -> None:
     core = InferenceCore([version(1)])
     await core.refresh()
@@ -140,7 +123,6 @@ async def test_without_a_control_nothing_is_loaded_by_request() -> None:
     await core.drain()
 
 
-@on_loop
 async def test_refusals_while_draining_are_counted() -> None:
     model, answers = version(1), Answers()
     core = InferenceCore([model])
@@ -159,16 +141,13 @@ async def test_refusals_while_draining_are_counted() -> None:
     ],
     ids=["no slots", "not for these"],
 )
-def test_a_weight_that_has_no_effect_is_named(
+async def test_a_weight_that_has_no_effect_is_named(
     slots: ComputeSlots | None, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def replace() -> None:
-        core = InferenceCore([])
-        core.slots = slots
-        core.replace("m", [held_model(HeldBackend(), "m", compute_weight=2.0)])
-        await core.drain()
-
-    asyncio.run(replace())
+    core = InferenceCore([])
+    core.slots = slots
+    core.replace("m", [held_model(HeldBackend(), "m", compute_weight=2.0)])
+    await core.drain()
     assert caplog.messages == said
 
 
@@ -182,8 +161,6 @@ AS_WITHOUT_MODELS = {
 
 
 class Loads:
-    """Remembers what it was asked for."""
-
     def __init__(self) -> None:
         self.asked: list[str] = []
 
@@ -249,7 +226,6 @@ def test_models_that_are_not_visible_are_told_of_as_absent_ones() -> None:
     assert view.model("ours") is core.model("ours")
 
 
-@on_loop
 async def test_only_visible_models_are_loaded_and_unloaded() -> None:
     core, view, _ = cores()
     core.control = control = Loads()
@@ -264,7 +240,6 @@ async def test_only_visible_models_are_loaded_and_unloaded() -> None:
     assert control.asked == ["load ours_loadable {} ['1/model.onnx']", "unload ours", "refresh"]
 
 
-@on_loop
 async def test_changes_are_heard_of_until_the_view_is_closed() -> None:
     core, view, _ = cores()
     told: list[int] = []

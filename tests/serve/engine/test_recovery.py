@@ -12,35 +12,30 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import Backend, Runtime
 from halfserve.serve.engine.errors import InferenceError, ModelLoadError, is_device_lost
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Array
-from tests.models import save_counter, save_mlp, save_model
+from tests.models import save_counter, save_mlp, save_text
 from tests.serve.conftest import load_repository
-from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, Slow, on_loop, runner_of
+from tests.serve.engine.fragile_copies import WAIT_S, Copies, Fragile, Scene, Slow, runner_of
 from tests.serve.engine.precision_guard.guarded_models import ask_model
 
 
-def test_a_copy_with_a_lost_device_is_reloaded_and_its_requests_replayed(
+async def test_a_copy_with_a_lost_device_is_reloaded_and_its_requests_replayed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def test() -> None:
-        first, second = Fragile(), Fragile()
-        first._lost = True
-        scene = Scene([first], lambda: second)
-        assert await scene.ask(1, 2, 3) == [2, 3, 4]
-        assert (first.batches, second.batches) == ([[1, 2, 3]], [[1], [2], [3]])
-        (instance,) = scene.instances
-        assert (scene.reloads, instance.restarts, instance.is_up) == (1, 1, True)
-        assert instance.fault == "CUDA failure 700: an illegal memory access was encountered"
-        assert (scene.statistics.totals.success.count, scene.statistics.totals.fail.count) == (3, 0)
-        await scene.batcher.drain()
-
-    on_loop(test)()
+    first, second = Fragile(lost=True), Fragile()
+    scene = Scene([first], lambda: second)
+    assert await scene.ask(1, 2, 3) == [2, 3, 4]
+    assert (first.batches, second.batches) == ([[1, 2, 3]], [[1], [2], [3]])
+    (instance,) = scene.instances
+    assert (scene.reloads, instance.restarts, instance.is_up) == (1, 1, True)
+    assert instance.fault == "CUDA failure 700: an illegal memory access was encountered"
+    assert (scene.statistics.totals.success.count, scene.statistics.totals.fail.count) == (3, 0)
+    await scene.batcher.drain()
     out, up = (record.getMessage() for record in caplog.records)
     assert out == (
         "m/1 instance 0: is taken out (CUDA failure 700: an illegal memory access was encountered); it is loaded again "
@@ -49,55 +44,44 @@ def test_a_copy_with_a_lost_device_is_reloaded_and_its_requests_replayed(
     assert up == "m/1 instance 0: is up again"
 
 
-@on_loop
-async def test_a_request_that_breaks_two_copies_fails() -> None:
-    scene = Scene([Fragile()], Fragile)
+async def test_a_request_that_breaks_two_copies_fails(copies: Copies) -> None:
+    scene = copies([Fragile()], Fragile)
     assert await scene.ask(-1) == ["the device failed while it computed this request; send it again"]
     assert await scene.ask(5) == [6]
     assert scene.reloads == 2
-    await scene.batcher.drain()
 
 
-@on_loop
-async def test_a_request_that_breaks_copies_fails_alone() -> None:
-    scene = Scene([Fragile()], Fragile)
+async def test_a_request_that_breaks_copies_fails_alone(copies: Copies) -> None:
+    scene = copies([Fragile()], Fragile)
     assert await scene.ask(1, -1, 3) == [2, "the device failed while it computed this request; send it again", 4]
     assert scene.reloads == 2
-    await scene.batcher.drain()
 
 
-@on_loop
-async def test_another_copy_takes_over_at_once() -> None:
-    good, broken = Fragile(), Fragile()
-    broken._lost = True
-    scene = Scene([good, broken], Fragile, first_wait_s=3600.0)
+async def test_another_copy_takes_over_at_once(copies: Copies) -> None:
+    good, broken = Fragile(), Fragile(lost=True)
+    scene = copies([good, broken], Fragile, first_wait_s=3600.0)
     assert await scene.ask(1, 2) == [2, 3]
     assert [instance.is_up for instance in scene.instances] == [True, False]
     assert await scene.ask(7) == [8]
     assert scene.reloads == 0
-    await scene.batcher.drain()
 
 
-@on_loop
-async def test_a_copy_that_cannot_be_reloaded_leaves_the_others_serving() -> None:
+async def test_a_copy_that_cannot_be_reloaded_leaves_the_others_serving(copies: Copies) -> None:
     def load() -> Fragile:
         raise ModelLoadError("the file is gone")
 
-    broken = Fragile()
-    broken._lost = True
-    scene = Scene([Fragile(), broken], load)
+    broken = Fragile(lost=True)
+    scene = copies([Fragile(), broken], load)
     assert await scene.ask(1) == [2]
     while scene.reloads < 2:  # so it could not be loaded the first time
         await scene.tried_again()
     assert broken.batches == [[1]]
     assert await scene.ask(3) == [4]
-    await scene.batcher.drain()
 
 
-@on_loop
-async def test_a_request_cancelled_while_its_copy_breaks_is_not_replayed() -> None:
+async def test_a_request_cancelled_while_its_copy_breaks_is_not_replayed(copies: Copies) -> None:
     first, second = Slow(), Fragile()
-    scene = Scene([first], lambda: second)
+    scene = copies([first], lambda: second)
     gone = InferRequest({"x": np.array([[-1.0]], np.float32)}, ("y",), 1, (1,), None, lambda _: None)
     scene.batcher.submit(gone)
     assert await asyncio.to_thread(first.entered.wait, WAIT_S)
@@ -105,13 +89,10 @@ async def test_a_request_cancelled_while_its_copy_breaks_is_not_replayed() -> No
     first.release.set()
     await scene.up_again()
     assert second.batches == []
-    await scene.batcher.drain()
 
 
-@on_loop
 async def test_draining_waits_for_replayed_requests() -> None:
-    broken = Fragile()
-    broken._lost = True
+    broken = Fragile(lost=True)
     scene = Scene([broken], Fragile)
     answer = scene.submit(1)
     await asyncio.sleep(0)
@@ -127,11 +108,12 @@ class SlowOnCpu(Slow):
     provider = "CPUExecutionProvider"
 
 
-@on_loop
-async def test_requests_replayed_before_a_short_batch_leave_its_copy_free(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_replayed_before_a_short_batch_leave_its_copy_free(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop, told = asyncio.get_running_loop(), threading.Event()
     good, broken = OnCpu(), SlowOnCpu()
-    scene = Scene([good, broken], OnCpu, short_s={1: 1e-6})
+    scene = copies([good, broken], OnCpu, short_s={1: 1e-6})
     broken._lost = True
     lost = scene.submit(1, rows=2)  # nothing is known of batches of two rows: it is computed on a thread
     assert await asyncio.to_thread(broken.entered.wait, WAIT_S)
@@ -148,7 +130,6 @@ async def test_requests_replayed_before_a_short_batch_leave_its_copy_free(monkey
     answers = await asyncio.gather(lost, short)
     assert [not isinstance(answer, InferenceError) and answer["y"][:, 0].tolist() for answer in answers] == [[2, 2], [6]]
     assert good.batches == [[5], [1, 1]]
-    await scene.batcher.drain()
 
 
 STICKY = "CUDA failure 700: an illegal memory access was encountered"
@@ -187,35 +168,27 @@ def wrapped() -> ModelLoadError:
 
 
 @pytest.mark.parametrize("error", [RuntimeError(f"{STICKY}\n in x"), wrapped()], ids=["plain", "wrapped"])
-@on_loop
-async def test_a_failed_reload_on_a_lost_device_is_reported(error: Exception) -> None:
+async def test_a_failed_reload_on_a_lost_device_is_reported(copies: Copies, error: Exception) -> None:
     told: list[str] = []
-    first = Fragile()
-    first._lost = True
-    scene = Scene([first], Refusing(error, error))
+    first = Fragile(lost=True)
+    scene = copies([first], Refusing(error, error))
     scene.instances[0].recovery.on_lost_device = told.append
     assert "cannot be loaded just now" in str((await scene.ask(1))[0])
     assert told == [str(error).split("\n")[0]]
     await scene.up_again()
     assert len(told) == 2
-    await scene.batcher.drain()
 
 
 @pytest.mark.parametrize("file", ["m", "illegal memory access"])
-def test_other_reasons_are_not_told(file: str) -> None:
+async def test_other_reasons_are_not_told(file: str) -> None:
     told: list[str] = []
-
-    async def test() -> None:
-        first = Fragile()
-        first._lost = True
-        scene = Scene([first], Refusing(ModelLoadError(f"/models/{file}/1/model.onnx: not found")))
-        scene.instances[0].recovery.on_lost_device = told.append
-        await scene.ask(1)
-        await scene.up_again()
-        await asyncio.sleep(0)
-        await scene.batcher.drain()
-
-    on_loop(test)()
+    first = Fragile(lost=True)
+    scene = Scene([first], Refusing(ModelLoadError(f"/models/{file}/1/model.onnx: not found")))
+    scene.instances[0].recovery.on_lost_device = told.append
+    await scene.ask(1)
+    await scene.up_again()
+    await asyncio.sleep(0)
+    await scene.batcher.drain()
     assert told == []
 
 
@@ -227,17 +200,12 @@ def number(n: int) -> Array:
 
 
 def save_products(path: Path) -> Path:
-    """n FP32 [1, rows, 512] -> y FP32 [1], the sum of n after 300 products with the identity."""
-    count = 300
-    shape: list[int | str] = [1, "rows", 512]
-    nodes = [helper.make_node("MatMul", [f"h{step}", "w"], [f"h{step + 1}"]) for step in range(count)]
-    nodes[0].input[0] = "n"
-    nodes += [
-        helper.make_node("ReduceSum", [f"h{count}"], ["sum"], keepdims=0),
-        helper.make_node("Reshape", ["sum", "one"], ["y"]),
-    ]
-    weights = {"w": np.eye(512, dtype=np.float32), "one": np.array([1])}
-    return save_model(path, nodes, [("n", TensorProto.FLOAT, shape)], [("y", TensorProto.FLOAT, [1])], weights)
+    """h0 FP32 [1, rows, 512] -> y FP32 [1], the sum of h0 after 300 products with the identity."""
+    products = " ".join(f"h{step + 1} = MatMul(h{step}, w)" for step in range(300))
+    text = (
+        f"(float[1, rows, 512] h0) => (float[1] y) {{ {products} sum = ReduceSum<keepdims = 0>(h300)  y = Reshape(sum, one) }}"
+    )
+    return save_text(path, text, w=np.eye(512, dtype=np.float32), one=np.array([1]))
 
 
 def rows(n: int) -> Array:
@@ -249,7 +217,7 @@ def rows(n: int) -> Array:
     # A loop is one node, which OpenVINO does not leave; of many nodes both runtimes leave the next out.
     [(save_counter, number, LONG), pytest.param(save_products, rows, 1 << 15, marks=pytest.mark.long)],
 )
-def test_a_copy_that_exceeds_its_time_limit_is_replaced(
+async def test_a_copy_that_exceeds_its_time_limit_is_replaced(
     tmp_path: Path, save: Callable[[Path], Path], inputs: Callable[[int], Array], too_long: int, runtime: Runtime
 ) -> None:
     if save is save_counter and not isinstance(runtime, OnnxRuntime):
@@ -257,50 +225,36 @@ def test_a_copy_that_exceeds_its_time_limit_is_replaced(
     save(tmp_path / "counter" / "1" / "model.onnx")
     limit = 'parameters { key: "halfserve.max_compute_s" value { string_value: "0.5" } }'
     (tmp_path / "counter" / "config.pbtxt").write_text(f"max_batch_size: 0 {limit}")
-
-    async def scene() -> None:
-        (model,) = load_repository(tmp_path, runtime)
-        (instance,) = model.batcher.instances
-        first = runner_of(instance).backend
-        assert await ask_model(model, inputs(5)) == [5.0]
-        assert await ask_model(model, inputs(too_long)) == (
-            "the model did not answer within its 0.5 s and is being restarted; try again later"
-        )
-        ready = [model.is_ready]
-        assert await ask_model(model, inputs(7)) == [7.0]
-        assert [*ready, model.is_ready] == [False, True]
-        assert (instance.restarts, instance.fault) == (1, "a batch was not computed within 0.5 s")
-        assert runner_of(instance).backend is not first
-        await model.batcher.drain()
-
     before = set(threading.enumerate())
-    asyncio.run(scene())
+    (model,) = load_repository(tmp_path, runtime)
+    (instance,) = model.batcher.instances
+    first = runner_of(instance).backend
+    assert await ask_model(model, inputs(5)) == [5.0]
+    assert await ask_model(model, inputs(too_long)) == (
+        "the model did not answer within its 0.5 s and is being restarted; try again later"
+    )
+    ready = [model.is_ready]
+    assert await ask_model(model, inputs(7)) == [7.0]
+    assert [*ready, model.is_ready] == [False, True]
+    assert (instance.restarts, instance.fault) == (1, "a batch was not computed within 0.5 s")
+    assert runner_of(instance).backend is not first
+    await model.batcher.drain()
     for thread in set(threading.enumerate()) - before:
         thread.join(WAIT_S)
         assert not thread.is_alive(), "what was given up computes no further"
 
 
-def test_a_model_answers_again_after_a_batch_that_its_runtime_fails_on(tmp_path: Path, runtime: Runtime) -> None:
+async def test_a_model_answers_again_after_a_batch_that_its_runtime_fails_on(tmp_path: Path, runtime: Runtime) -> None:
     """OpenVINO's compiled model can answer wrongly afterwards, and is compiled again."""
-    nodes = [
-        helper.make_node("Reshape", ["sizes", "flat"], ["s"]),
-        helper.make_node("Reshape", ["w", "s"], ["r"]),
-        helper.make_node("Add", ["r", "r"], ["y"]),
-    ]
-    inputs: list[tuple[str, int, list[int | str]]] = [("sizes", TensorProto.INT64, [1, 2])]
-    weights = {"w": np.ones(4, np.float32), "flat": np.array([-1])}
-    path = save_model(tmp_path / "m" / "1" / "model.onnx", nodes, inputs, [("y", TensorProto.FLOAT, ["n", "m"])], weights)
+    text = "(int64[1, 2] sizes) => (float[n, m] y) { s = Reshape(sizes, flat)  r = Reshape(w, s)  y = Add(r, r) }"
+    path = save_text(tmp_path / "m" / "1" / "model.onnx", text, w=np.ones(4, np.float32), flat=np.array([-1]))
     (path.parents[1] / "config.pbtxt").write_text("max_batch_size: 0")
-
-    async def scene() -> None:
-        (model,) = load_repository(tmp_path, runtime)
-        assert await ask_model(model, np.array([[2, 2]])) == [2.0] * 4
-        refused = await ask_model(model, np.array([[3, 2]]))
-        assert isinstance(refused, str)
-        assert await ask_model(model, np.array([[1, 4]])) == [2.0] * 4
-        await model.batcher.drain()
-
-    asyncio.run(scene())
+    (model,) = load_repository(tmp_path, runtime)
+    assert await ask_model(model, np.array([[2, 2]])) == [2.0] * 4
+    refused = await ask_model(model, np.array([[3, 2]]))
+    assert isinstance(refused, str)
+    assert await ask_model(model, np.array([[1, 4]])) == [2.0] * 4
+    await model.batcher.drain()
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "weights.bin"])

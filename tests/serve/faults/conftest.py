@@ -5,10 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
 
 from halfserve import Client
-from tests.models import save_counter, save_mlp, save_model, save_picky
+from tests.models import save_counter, save_mlp, save_picky, save_text
 from tests.serve.faults.server_process import Load, ServerProcess, run_faulty_server, under_load
 
 ROW_MB = 16
@@ -48,10 +47,5 @@ def client(faulty_server: ServerProcess) -> Iterator[Client]:
 
 def save_hungry(path: Path) -> Path:
     """x FP32 [batch, 1] -> y = x, by way of ROW_MB megabytes a row."""
-    nodes = [
-        helper.make_node("Expand", ["x", "wide"], ["many"]),
-        helper.make_node("ReduceMax", ["many", "last"], ["y"], keepdims=1),
-    ]
-    weights = {"wide": np.array([1, ROW_MB * 2**18], np.int64), "last": np.array([1], np.int64)}
-    number = TensorProto.FLOAT
-    return save_model(path, nodes, [("x", number, ["batch", 1])], [("y", number, ["batch", 1])], weights)
+    text = "(float[batch, 1] x) => (float[batch, 1] y) { many = Expand(x, wide)  y = ReduceMax<keepdims = 1>(many, last) }"
+    return save_text(path, text, wide=np.array([1, ROW_MB * 2**18]), last=np.array([1]))

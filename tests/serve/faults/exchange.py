@@ -22,17 +22,11 @@ READ_S = 0.5
 
 
 def call_headers(path: str, *extra: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-    """The headers of a gRPC call without a deadline."""
     pseudo = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path.encode()), (b":authority", b"localhost")]
     return [*pseudo, (b"te", b"trailers"), (b"content-type", b"application/grpc"), *extra]
 
 
 def messages_in(body: bytes) -> list[bytes]:
-    """The messages of an answer.
-
-    Raises:
-        ValueError: the answer ends inside a message, or one is compressed.
-    """
     found, position = [], 0
     while position < len(body):
         end = position + PREFIX_BYTES + int.from_bytes(body[position + 1 : position + PREFIX_BYTES], "big")
@@ -45,25 +39,14 @@ def messages_in(body: bytes) -> list[bytes]:
 
 @dataclass
 class Answer:
-    """Complete answer to one call.
-
-    Attributes:
-        http: HTTP status; 0 if none came.
-        code: gRPC status; None if none came.
-        text: the grpc-message header as sent.
-        body: all data.
-        reset: HTTP/2 error code that ended the stream; None if it ended normally.
-    """
-
-    http: int = 0
-    code: int | None = None
-    text: str = ""
+    http: int = 0  # HTTP status; 0 if none came
+    code: int | None = None  # gRPC status; None if none came
+    text: str = ""  # the grpc-message header as sent
     body: bytes = b""
-    reset: int | None = None
+    reset: int | None = None  # HTTP/2 error code that ended the stream; None if it ended normally
     pieces: list[bytes] = field(default_factory=list)
 
     def take_headers(self, headers: Headers) -> None:
-        """Take headers or trailers."""
         for name, value in headers:
             if name == b":status":
                 self.http = int(value)
@@ -78,9 +61,6 @@ class Exchange(Generic[T]):
 
     Args:
         address: HOST:PORT.
-
-    Raises:
-        ConnectionLostError: there is no server at the address.
     """
 
     def __init__(self, address: str) -> None:
@@ -92,7 +72,6 @@ class Exchange(Generic[T]):
         return len(self._open)
 
     def fileno(self) -> int:
-        """File descriptor of the socket, for select."""
         return self._connection.fileno()
 
     def start(self, tag: T, headers: Headers, data: bytes, *, end: bool = True) -> None:
@@ -106,19 +85,10 @@ class Exchange(Generic[T]):
         self._open[stream] = tag, Answer()
 
     def flush(self) -> None:
-        """Write what the socket takes.
-
-        Raises:
-            ConnectionLostError: the server hung up.
-        """
         self._connection.flush()
 
     def answers(self) -> list[tuple[T, Answer]]:
-        """Read the available data; returns the calls that have ended.
-
-        Raises:
-            ConnectionLostError: the server hung up.
-        """
+        """Read the available data; returns the calls that have ended."""
         ended = []
         event: Any
         for event in self._connection.receive():
@@ -134,11 +104,6 @@ class Exchange(Generic[T]):
         return ended
 
     def wait(self) -> list[tuple[T, Answer]]:
-        """Wait for the answers to all calls in flight.
-
-        Raises:
-            ConnectionLostError: the server hung up, or did not answer in time.
-        """
         done: list[tuple[T, Answer]] = []
         until = time.monotonic() + WAIT_S
         while self._open:
@@ -148,16 +113,11 @@ class Exchange(Generic[T]):
         return done
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
 
 def turn(exchanges: Iterable[Exchange[T]]) -> list[tuple[T, Answer]]:
-    """Write to all connections, wait until one is readable, and read; returns the calls that have ended.
-
-    Raises:
-        ConnectionLostError: the server hung up.
-    """
+    """Write to all connections, wait until one is readable, and read; returns the calls that have ended."""
     exchanges = list(exchanges)
     for exchange in exchanges:
         exchange.flush()

@@ -26,21 +26,11 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A server that takes requests.
-
-    Attributes:
-        process: the operating system's.
-        address: "127.0.0.1:port".
-        repository: that it serves.
-        access_log: its file.
-        errors: what it writes to standard error.
-    """
-
-    process: subprocess.Popen[str]
-    address: str
+    process: subprocess.Popen[str]  # the operating system's
+    address: str  # "127.0.0.1:port"
     repository: Path
-    access_log: Path
-    errors: IO[bytes]
+    access_log: Path  # its file
+    errors: IO[bytes]  # what it writes to standard error
 
     def error_text(self) -> str:
         self.errors.seek(0)
@@ -81,11 +71,7 @@ TOLERANCE = 0.02
 
 
 class Load:
-    """Asks the model "mlp" until it is stopped, with single requests and on streams.
-
-    Attributes:
-        refused: errors that single requests met; more than the test allows for fails it.
-    """
+    """Asks the model "mlp" until it is stopped, with single requests and on streams."""
 
     def __init__(self, addresses: list[str], retry: RetryPolicy) -> None:
         self._addresses = addresses
@@ -93,7 +79,7 @@ class Load:
         self._stop = threading.Event()
         self._changed = threading.Condition()
         self._answers: Counter[int] = Counter()  # by client
-        self.refused: list[ClientError] = []
+        self.refused: list[ClientError] = []  # errors that single requests met; more than the test allows for fails it
 
     def ask(self, seed: int) -> None:
         random, (first, second) = np.random.default_rng(seed), mlp_weights()
@@ -134,13 +120,11 @@ class Load:
             assert self._changed.wait_for(lambda: len(self._answers) >= clients, WAIT_S), self.refused[:3]
 
     def wait_for_refusals(self, count: int) -> None:
-        """Until so many requests have been refused in all."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.refused) >= count, WAIT_S)
 
     @property
     def answers(self) -> int:
-        """How many right answers have come."""
         return self._answers.total()
 
     def stop(self) -> None:

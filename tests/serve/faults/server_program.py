@@ -51,11 +51,7 @@ class Fragile:
 
 
 class FragileRuntime(OnnxRuntime):
-    """The model "fragile" loses its device on a negative number, as CUDA does.
-
-    Attributes:
-        has_lost_a_device: whether it has.
-    """
+    """The model "fragile" loses its device on a negative number, as CUDA does."""
 
     def __init__(self, *, has_only_one: bool = False) -> None:
         """`has_only_one`: whether no model can be loaded any more once the device is lost."""

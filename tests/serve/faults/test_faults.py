@@ -15,12 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
 
 from benchmarks.harness.server_process import server_process
 from halfserve import Client, ClientError, DeadlineExceeded, InvalidRequest, ModelNotFound, RetryPolicy, ServerUnavailable
 from halfserve.serve.transports.grpc_framing import frame
-from tests.models import FLOAT32, save_mlp, save_model
+from tests.models import FLOAT32, save_mlp, save_text
 from tests.serve.faults.conftest import ROW_MB, SPAN_S
 from tests.serve.faults.server_process import WAIT_S, Load, ServerProcess, under_load
 from tests.serve.transports.nghttp2.http2_peer import Http2Peer, call_headers
@@ -157,9 +156,8 @@ def test_a_model_beyond_the_disks_space_is_refused_and_the_old_one_serves(
 ) -> None:
     load.wait_for_more()
     version = faulty_server.repository / "picky" / "2"
-    weights = {"w": np.zeros((SIDE, SIDE), np.float16)}
-    nodes, half = [helper.make_node("MatMul", ["x", "w"], ["y"])], TensorProto.FLOAT16
-    save_model(version / "model.onnx", nodes, [("x", half, ["batch", SIDE])], [("y", half, ["batch", SIDE])], weights)
+    text = f"(float16[batch, {SIDE}] x) => (float16[batch, {SIDE}] y) {{ y = MatMul(x, w) }}"
+    save_text(version / "model.onnx", text, w=np.zeros((SIDE, SIDE), np.float16))
     try:
         with (
             full_disk(faulty_server, client, spare_bytes=100),

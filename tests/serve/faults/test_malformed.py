@@ -17,10 +17,8 @@ from halfserve.serve.benchmark.load.calls import framed
 from tests.scale import SCALE, scaled
 from tests.serve.faults.exchange import Answer
 from tests.serve.faults.malforming import connections, framing, messages, rest
-from tests.serve.faults.malforming.case import Case, infer_case
-from tests.serve.faults.malforming.counts import Counts
-from tests.serve.faults.malforming.good_requests import good_request, seeded
-from tests.serve.faults.malforming.interfaces import MAX_BATCH, save_interfaces
+from tests.serve.faults.malforming.case import Case, Counts, infer_case
+from tests.serve.faults.malforming.interfaces import MAX_BATCH, good_request, save_interfaces, seeded
 from tests.serve.faults.malforming.oracle import due
 from tests.serve.faults.malforming.sending import send_all
 from tests.serve.faults.malforming.streams import REQUESTS, stream_case

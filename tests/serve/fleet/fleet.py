@@ -39,7 +39,6 @@ class Fleet(ABC):
         return text
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
         values = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", self.page("metrics_port", "/metrics"), re.MULTILINE)
         return sum(map(float, values))
 

@@ -70,11 +70,7 @@ def agent_options(folder: Path, repository: Path, *arguments: str) -> AgentOptio
 
 
 class LocalCluster(Fleet):
-    """Agents and controller live on an event loop of their own thread.
-
-    Attributes:
-        agents: those that have been started, and not stopped.
-    """
+    """Agents and controller live on an event loop of their own thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, folder: Path, repository: Path) -> None:
         self._loop = loop

@@ -20,7 +20,6 @@ SECRET = 471_147_114_711  # too many digits to be part of a time, an id or a por
 
 @pytest.fixture(scope="session", params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> MakeTransport:
-    """Each transport in turn."""
     return TRANSPORTS[request.param]
 
 

@@ -45,11 +45,6 @@ class Prometheus:
     url: str
 
     def ask(self, path: str, **parameters: str) -> Any:
-        """The data that the API answers below /api/v1.
-
-        Raises:
-            AssertionError: with the API's own words, such as where a query is not valid.
-        """
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with urllib.request.urlopen(url, timeout=60) as answer:  # noqa: S310 (`url` begins with http)
@@ -58,7 +53,6 @@ class Prometheus:
             raise AssertionError(f"{parameters}: {error.read().decode()}") from None
 
     def query(self, expression: str) -> list[Series]:
-        """The series that an expression has now."""
         found = self.ask("query", query=expression)["result"]
         return [Series(series["metric"], float(series["value"][1])) for series in found]
 

@@ -15,7 +15,7 @@ from halfserve.serve.engine.precision_guard.tally import DriftHistogram, GuardCo
 from halfserve.serve.observability.exposition import exposition, gpu_metrics
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.observability.metric_text import declared_readings, to_text
-from tests.serve.observability.test_exposition import TwoGpus
+from tests.serve.observability.test_exposition import two_gpus
 
 NAME = re.compile(r"\b(?:nv|halfserve|process)_\w+")
 SELECTOR = re.compile(r"\b((?:nv|halfserve|process)_\w+)\{([^}]*)\}")
@@ -40,7 +40,7 @@ def everything() -> str:
         model.guard = guard
         body, _ = await exposition(core)
         await core.drain()
-        return body.decode() + to_text(gpu_metrics(TwoGpus()))
+        return body.decode() + to_text(gpu_metrics(two_gpus()))
 
     return asyncio.run(run())
 
@@ -59,7 +59,6 @@ def told() -> dict[str, dict[str, set[str]]]:
 
 
 def names_in(expression: str) -> set[str]:
-    """The metrics that a query reads."""
     return set(NAME.findall(re.sub(r'"[^"]*"', '""', expression)))
 
 

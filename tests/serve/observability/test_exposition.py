@@ -114,15 +114,11 @@ def test_the_fast_transport_tells_its_connections(serving: Serving) -> None:
     assert (samples.get(("halfserve_calls", ())) is None) == (connections is None)
 
 
-def test_each_reading_is_a_metric_of_its_kind() -> None:
-    async def run() -> str:
-        core = InferenceCore([])
-        for kind, name, text in declared_readings():
-            getattr(core.figures, kind)(name, text, lambda: 7)
-        body, _ = await exposition(core)
-        return body.decode()
-
-    lines = set(asyncio.run(run()).splitlines())
+async def test_each_reading_is_a_metric_of_its_kind() -> None:
+    core = InferenceCore([])
+    for kind, name, text in declared_readings():
+        getattr(core.figures, kind)(name, text, lambda: 7)
+    lines = set((await exposition(core))[0].decode().splitlines())
     assert len(declared_readings()) > 9
     for kind, name, text in declared_readings():
         assert name.endswith("_total") == (kind == "counter")
@@ -215,19 +211,16 @@ def test_the_guards_counters_are_there() -> None:
     assert value(samples, "halfserve_guard_drift_sum", y) == 0.75
 
 
-def test_a_scrape_of_many_models_yields_to_the_event_loop() -> None:
-    async def run() -> tuple[str, int]:
-        core = InferenceCore([held_model(HeldBackend(), name=f"m{number}") for number in range(4 * TOGETHER + 1)])
-        telling = asyncio.create_task(exposition(core))
-        turns = 0
-        while not telling.done():
-            await asyncio.sleep(0)
-            turns += 1
-        await core.drain()
-        body, _ = await telling
-        return body.decode(), turns
-
-    text, turns = asyncio.run(run())
+async def test_a_scrape_of_many_models_yields_to_the_event_loop() -> None:
+    core = InferenceCore([held_model(HeldBackend(), name=f"m{number}") for number in range(4 * TOGETHER + 1)])
+    telling = asyncio.create_task(exposition(core))
+    turns = 0
+    while not telling.done():
+        await asyncio.sleep(0)
+        turns += 1
+    await core.drain()
+    body, _ = await telling
+    text = body.decode()
     assert turns >= 5
     names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
@@ -237,19 +230,16 @@ def test_a_scrape_of_many_models_yields_to_the_event_loop() -> None:
     assert "# HELP" not in together
 
 
-def test_a_scrape_of_many_states_yields_to_the_event_loop() -> None:
-    async def run() -> tuple[str, int]:
-        core = InferenceCore([])
-        for count in range(3 * STATES_TOGETHER + 1):
-            core.states.set(f"m{count}", 1, VersionState.LOADING)
-        telling = asyncio.create_task(exposition(core))
-        turns = 0
-        while not telling.done():
-            await asyncio.sleep(0)
-            turns += 1
-        return telling.result()[0].decode(), turns
-
-    text, turns = asyncio.run(run())
+async def test_a_scrape_of_many_states_yields_to_the_event_loop() -> None:
+    core = InferenceCore([])
+    for count in range(3 * STATES_TOGETHER + 1):
+        core.states.set(f"m{count}", 1, VersionState.LOADING)
+    telling = asyncio.create_task(exposition(core))
+    turns = 0
+    while not telling.done():
+        await asyncio.sleep(0)
+        turns += 1
+    text = telling.result()[0].decode()
     assert turns >= 4
     assert text.count("# TYPE halfserve_model_state gauge") == 1
     assert text.count('state="LOADING",version="1"} 1') == 3 * STATES_TOGETHER + 1
@@ -269,17 +259,12 @@ def test_the_machines_figures_are_shares_and_bytes(tmp_path: Path) -> None:
     assert list(CpuMetrics(tmp_path / "none").collect()) == []
 
 
-def test_a_model_name_cannot_break_the_format() -> None:
+async def test_a_model_name_cannot_break_the_format() -> None:
     name = 'a"} 1\nnv_fake 2\\'
 
-    async def run() -> Samples:
-        core = InferenceCore([held_model(HeldBackend(), name)])
-        try:
-            return await scrape(core)
-        finally:
-            await core.drain()
-
-    samples = asyncio.run(run())
+    core = InferenceCore([held_model(HeldBackend(), name)])
+    samples = await scrape(core)
+    await core.drain()
     assert value(samples, "nv_inference_count", {"model": name, "version": "1"}) == 0
     assert ("nv_fake", ()) not in samples
     assert np.isfinite(list(samples.values())).all()
@@ -289,40 +274,28 @@ class NoFigureError(Exception):
     pass
 
 
-class TwoGpus:
+def missing() -> int:
+    raise NoFigureError
+
+
+def two_gpus(**other: Any) -> Any:
     """The part of pynvml that is asked: two devices, the second without figures of its energy."""
-
-    NVMLError = NoFigureError
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802  (NVIDIA's name)
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802  (NVIDIA's name)
-        return index
-
-    def nvmlDeviceGetUUID(self, device: int) -> str | bytes:  # noqa: N802  (NVIDIA's name)
-        return b"GPU-b" if device else "GPU-a"
-
-    def nvmlDeviceGetUtilizationRates(self, device: int) -> Any:  # noqa: N802  (NVIDIA's name)
-        return SimpleNamespace(gpu=50 + device)
-
-    def nvmlDeviceGetMemoryInfo(self, device: int) -> Any:  # noqa: N802  (NVIDIA's name)
-        return SimpleNamespace(total=150_754_820_096, used=1_048_576 + device)
-
-    def nvmlDeviceGetPowerUsage(self, _: int) -> int:  # noqa: N802  (NVIDIA's name)
-        return 75_500
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, _: int) -> int:  # noqa: N802  (NVIDIA's name)
-        return 700_000
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, device: int) -> int:  # noqa: N802  (NVIDIA's name)
-        if device:
-            raise NoFigureError
-        return 12_345
+    functions: dict[str, Any] = {
+        "NVMLError": NoFigureError,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetUUID": lambda device: b"GPU-b" if device else "GPU-a",
+        "nvmlDeviceGetUtilizationRates": lambda device: SimpleNamespace(gpu=50 + device),
+        "nvmlDeviceGetMemoryInfo": lambda device: SimpleNamespace(total=150_754_820_096, used=1_048_576 + device),
+        "nvmlDeviceGetPowerUsage": lambda _: 75_500,
+        "nvmlDeviceGetEnforcedPowerLimit": lambda _: 700_000,
+        "nvmlDeviceGetTotalEnergyConsumption": lambda device: missing() if device else 12_345,
+    }
+    return SimpleNamespace(**functions | other)
 
 
 def test_gpu_figures_are_as_perf_analyzer_reads_them() -> None:
-    lines = [line for line in to_text(gpu_metrics(TwoGpus())).splitlines() if not line.startswith("#")]
+    lines = figures_of(two_gpus())
     assert lines == [
         'nv_gpu_utilization{gpu_uuid="GPU-a"} 0.5',
         'nv_gpu_utilization{gpu_uuid="GPU-b"} 0.51',
@@ -339,27 +312,15 @@ def test_gpu_figures_are_as_perf_analyzer_reads_them() -> None:
     assert all(re.fullmatch(r'\w+\{gpu_uuid="[^"]+"\} \d+(\.\d+)?', line) for line in lines)
 
 
-class OneLost(TwoGpus):
-    """The first device has fallen off the bus."""
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802  (NVIDIA's name)
-        if not index:
-            raise NoFigureError
-        return index
-
-
-class NoDriver(TwoGpus):
-    """The driver is gone, as while it is updated."""
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802  (NVIDIA's name)
-        raise NoFigureError
+def figures_of(nvml: Any) -> list[str]:
+    return [line for line in to_text(gpu_metrics(nvml)).splitlines() if not line.startswith("#")]
 
 
 def test_a_device_that_is_lost_does_not_take_the_others_figures_with_it() -> None:
-    lines = [line for line in to_text(gpu_metrics(OneLost())).splitlines() if not line.startswith("#")]
+    lines = figures_of(two_gpus(nvmlDeviceGetHandleByIndex=lambda index: index or missing()))  # the first is off the bus
     assert lines[0] == 'nv_gpu_utilization{gpu_uuid="GPU-b"} 0.51'
     assert not any("GPU-a" in line for line in lines)
-    assert not [line for line in to_text(gpu_metrics(NoDriver())).splitlines() if not line.startswith("#")]
+    assert figures_of(two_gpus(nvmlDeviceGetCount=missing)) == []  # as while the driver is updated
 
 
 def test_without_the_library_there_are_no_figures() -> None:

@@ -47,19 +47,16 @@ async def observe(options: ObserveOptions) -> Observability:
 
 
 @pytest.mark.parametrize("log", AccessLog, ids=str)
-def test_an_observer_has_listeners_only_while_something_is_on(log: AccessLog, tmp_path: Path) -> None:
-    async def run() -> None:
-        observability = await observe(ObserveOptions(access_log=log, access_log_file=tmp_path / "access.log"))
-        observer = observability.observer
-        seen = [observer.log]
-        for mode in ("off", "errors"):
-            observability.update_logs({"access_log": mode})
-            seen.append(observer.log)
-        observability.close()
+async def test_an_observer_has_listeners_only_while_something_is_on(log: AccessLog, tmp_path: Path) -> None:
+    observability = await observe(ObserveOptions(access_log=log, access_log_file=tmp_path / "access.log"))
+    observer = observability.observer
+    seen = [observer.log]
+    for mode in ("off", "errors"):
+        observability.update_logs({"access_log": mode})
         seen.append(observer.log)
-        assert [listener is None for listener in seen] == [log is AccessLog.OFF, True, False, True]
-
-    asyncio.run(run())
+    observability.close()
+    seen.append(observer.log)
+    assert [listener is None for listener in seen] == [log is AccessLog.OFF, True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from halfserve.serve.protocol.rpc import RpcCall
 from halfserve.serve.protocol.service import SERVICE, LimitedService, Service
 from halfserve.serve.protocol.status import RETRY_HINT, Status, status_of
 from tests.serve.engine.fakes import MEASURED, HeldBackend, held_model, measured_model
-from tests.serve.engine.test_inference_core import on_loop
 
 SHARED_MEMORY = {"system_shared_memory", "cuda_shared_memory"}
 
@@ -73,7 +72,6 @@ def infer_request(model: str, value: float = 1.0) -> bytes:
     return request.SerializeToString()
 
 
-@on_loop
 async def test_it_is_the_same_server() -> None:
     whole, limited = services("ours", "theirs")
     assert limited.rpcs is whole.rpcs
@@ -82,7 +80,6 @@ async def test_it_is_the_same_server() -> None:
     assert limited.core.figures is whole.core.figures
 
 
-@on_loop
 async def test_settings_of_a_visible_model_alone_are_changed() -> None:
     whole, limited = services("ours", "theirs")
     change = pb.TraceSettingRequest(model_name="ours")
@@ -102,7 +99,6 @@ async def test_settings_of_a_visible_model_alone_are_changed() -> None:
         assert await answer(limited, settings) == await answer(whole, settings)
 
 
-@on_loop
 async def test_a_view_of_some_models_does_not_name_the_trace_file() -> None:
     options = ObserveOptions(trace_to="triton:traces.json", trace_level=TraceLevel.OFF)
     whole = Service(InferenceCore([held_model(HeldBackend(), "ours")]), server_version="1.2", observe=options)
@@ -111,7 +107,6 @@ async def test_a_view_of_some_models_does_not_name_the_trace_file() -> None:
     assert [dict(one.settings)["trace_file"].value[0] for one in told] == ["traces.json", "file"]
 
 
-@on_loop
 async def test_metadata_and_index_say_what_computes_a_model_and_what_was_measured() -> None:
     core = InferenceCore([held_model(HeldBackend(), "plain"), measured_model("tried")])
     service, expected = Service(core, server_version="1.2"), {"halfserve.provider": "test", "halfserve.precision": "fp32"}
@@ -122,7 +117,6 @@ async def test_metadata_and_index_say_what_computes_a_model_and_what_was_measure
         assert described.properties == one.properties
 
 
-@on_loop
 async def test_a_form_that_is_known_asks_for_a_visible_model() -> None:
     whole, limited = services("ours", "theirs")
     answers: list[bytes | InferenceError] = []

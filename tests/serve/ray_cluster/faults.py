@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -12,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.models import STEPS, save_models
+from benchmarks.harness.models import save_models
 from halfserve import Client, ClientError, RetryPolicy
-from tests.serve.faults.soaking.clients import TIMEOUT_S, Work, ask_affine, ask_flip
+from tests.serve.faults.soaking.clients import TIMEOUT_S, Work, ask_affine, ask_flip, ask_steps, clients
 from tests.serve.faults.soaking.tally import Tally
 from tests.serve.ray_cluster.machines import (
     CONTROLLER,
@@ -31,7 +30,6 @@ from tests.serve.ray_cluster.machines import (
 from tests.serve.ray_cluster.network import Host, Network, missing
 
 MEMBERS = 2
-COUNTED = 30_000  # steps of the counting model, which take about 30 ms
 ANSWERS = 200  # answers that clients receive between two faults
 WORKS: tuple[Work, ...] = (ask_affine, ask_flip)  # clients use them in turn
 RETRIES = RetryPolicy(retries=8, wait_for_server=True)
@@ -40,30 +38,19 @@ OPTIONS = ("--warm-up-seconds", "0", "--lame-duck-seconds", "1")
 
 @dataclass
 class Restored:
-    """Time until the cluster was restored, in seconds."""
-
     seconds: float = 0.0
 
 
 @dataclass
 class Cluster:
-    """A cluster with room for one member per machine, and clients that send requests continuously.
+    """A cluster with room for one member per machine, and clients that send requests continuously."""
 
-    Attributes:
-        machines: machines, of which the first is Ray's head and has no room for a member.
-        repository: repository of the models in `benchmarks.harness.models`.
-        tally: results of the requests, by model.
-        known: addresses of members, the most recently seen first.
-        isolated: machine that may have an old directory and is not asked.
-        upgrades: number of times that all members were replaced.
-    """
-
-    machines: Machines
-    repository: Path
-    tally: Tally = field(default_factory=Tally)
-    known: list[str] = field(default_factory=list)
-    isolated: Host | None = None
-    upgrades: int = 0
+    machines: Machines  # machines, of which the first is Ray's head and has no room for a member
+    repository: Path  # repository of the models in `benchmarks.harness.models`
+    tally: Tally = field(default_factory=Tally)  # results of the requests, by model
+    known: list[str] = field(default_factory=list)  # addresses of members, the most recently seen first
+    isolated: Host | None = None  # machine that may have an old directory and is not asked
+    upgrades: int = 0  # number of times that all members were replaced
 
     def serving(self) -> dict[str, str]:
         """Addresses of the members that serve, by id."""
@@ -72,7 +59,6 @@ class Cluster:
         return found
 
     def run(self, *options: str) -> None:
-        """Deploy the cluster, or change its deployment."""
         printed = self.machines.done("run", str(self.repository), "--detach", "--first-port", "0", *options)
         self.known += printed.strip().rpartition("cluster://")[2].split(",")
 
@@ -92,19 +78,15 @@ class Cluster:
     @contextmanager
     def clients(self, count: int) -> Iterator[None]:
         """Clients that send one request after the other and check every answer; they end with the block."""
-        stop = threading.Event()
-        address = f"cluster://{','.join(self.known)}"
-        threads = [threading.Thread(target=_ask, args=(address, seed, stop, self)) for seed in range(count)]
-        for thread in threads:
-            thread.start()
-        try:
+        works = [WORKS[number % len(WORKS)] for number in range(count)]
+        with clients(self.address, works, self.tally, retries=RETRIES):
             self.wait_for_answers()
             yield
             self.wait_for_answers()
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
+
+    @property
+    def address(self) -> str:
+        return f"cluster://{','.join(self.known)}"
 
 
 @contextmanager
@@ -118,21 +100,9 @@ def idle_cluster(folder: Path) -> Iterator[Cluster]:
 
 
 @contextmanager
-def cluster_under_load(folder: Path, clients: int = 4) -> Iterator[Cluster]:
-    """Start a cluster like `idle_cluster`, with clients."""
-    with idle_cluster(folder) as cluster, cluster.clients(clients):
+def cluster_under_load(folder: Path, count: int = 4) -> Iterator[Cluster]:
+    with idle_cluster(folder) as cluster, cluster.clients(count):
         yield cluster
-
-
-def _ask(address: str, seed: int, stop: threading.Event, cluster: Cluster) -> None:
-    random, tally = np.random.default_rng(seed), cluster.tally
-    work = WORKS[seed % len(WORKS)]
-    with Client(address, timeout_s=TIMEOUT_S, retries=RETRIES) as client:
-        while not stop.is_set():
-            try:
-                work(client, random, tally)
-            except ClientError as error:
-                tally.fault(f"{error.code}: {error}")
 
 
 def kill_server(cluster: Cluster) -> float:
@@ -267,7 +237,7 @@ def left_out(cluster: Cluster) -> dict[str, str]:
     return found
 
 
-def scale_up(cluster: Cluster, clients: int = 8) -> tuple[float, float]:
+def scale_up(cluster: Cluster, count: int = 8) -> tuple[float, float]:
     """Apply load that one member cannot carry until there are two; then none until there is one again.
 
     Returns:
@@ -275,33 +245,10 @@ def scale_up(cluster: Cluster, clients: int = 8) -> tuple[float, float]:
     """
     cluster.run("--replicas", f"1:{MEMBERS}", "--scale-down-seconds", "10", "--", *OPTIONS)
     until(lambda: len(cluster.serving()) == 1, "a single member")
-    stop = threading.Event()
-    address = f"cluster://{','.join(cluster.known)}"
-    threads = [threading.Thread(target=_count, args=(address, stop, cluster.tally)) for _ in range(clients)]
     began_s = time.monotonic()
-    for thread in threads:
-        thread.start()
-    try:
+    with clients(cluster.address, [ask_steps] * count, cluster.tally, retries=RETRIES):
         until(lambda: len(cluster.serving()) == MEMBERS, "more members under load")
         up_s = time.monotonic() - began_s
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
     began_s = time.monotonic()
     until(lambda: len(cluster.serving()) == 1, "fewer members without load")
     return up_s, time.monotonic() - began_s
-
-
-def _count(address: str, stop: threading.Event, tally: Tally) -> None:
-    """Keep a member's models computing."""
-    with Client(address, timeout_s=TIMEOUT_S, retries=RETRIES) as client:
-        while not stop.is_set():
-            try:
-                began = time.monotonic()
-                answer = client.infer(STEPS, {"n": np.array([COUNTED], np.int64)})
-                if answer["y"].tolist() != [COUNTED]:
-                    tally.fault(f"counted to {answer['y']}")
-                tally.right(STEPS, began)
-            except ClientError as error:
-                tally.fault(f"{error.code}: {error}")

@@ -48,11 +48,6 @@ class NotInTimeError(Exception):
 
 
 def until(holds: Callable[[], T], what: str, limit_s: float = WAIT_S) -> T:
-    """Wait for the first true value.
-
-    Raises:
-        NotInTimeError: the value is not true in time.
-    """
     ends_s = time.monotonic() + limit_s
     while not (found := holds()):
         if time.monotonic() > ends_s:
@@ -87,14 +82,7 @@ def kill_all(mark: str) -> None:
 
 
 class Machines:
-    """A Ray cluster of several simulated machines on this one.
-
-    Attributes:
-        address: address of Ray's head; "" before it is started.
-        nodes: marks of the started machines, the head first.
-        network: network with an address for each machine; None if all use this machine's address.
-        redis: HOST:PORT of the head's storage; "" for none, in which case the head cannot be restarted.
-    """
+    """A Ray cluster of several simulated machines on this one."""
 
     def __init__(
         self, folder: Path, variables: Mapping[str, str] = MappingProxyType({}), network: Network | None = None, redis: str = ""
@@ -104,10 +92,10 @@ class Machines:
         self._variables = variables
         self._current = folder / "ray" / "ray_current_cluster"
         self._hosts: dict[str, Host] = {}
-        self.address = ""
-        self.nodes: list[str] = []
-        self.network = network
-        self.redis = redis
+        self.address = ""  # address of Ray's head; "" before it is started
+        self.nodes: list[str] = []  # marks of the started machines, the head first
+        self.network = network  # network with an address for each machine; None if all use this machine's address
+        self.redis = redis  # HOST:PORT of the head's storage; "" for none, in which case the head cannot be restarted
 
     def mark(self) -> str:
         """Make the mark of a further machine, which has its own folder for temporary files."""
@@ -132,11 +120,7 @@ class Machines:
         return cleaned | own | FAST | dict(self._variables)
 
     def start(self, cpus: int, mark: str = "") -> str:
-        """Start a machine, the first one as Ray's head, or restart one that has ended. Returns its mark.
-
-        Raises:
-            SystemExit: Ray does not start; the text has its output.
-        """
+        """Start a machine, the first one as Ray's head, or restart one that has ended. Returns its mark."""
         mark = mark or self.mark()
         role = [f"--address={self.address}"]
         if mark == self.nodes[0]:
@@ -155,11 +139,7 @@ class Machines:
         return mark
 
     def place(self, words: Sequence[str]) -> tuple[int, str]:
-        """Find a process whose command has these words; returns its id and the mark of its machine.
-
-        Raises:
-            NotInTimeError: there is no such process.
-        """
+        """Find a process whose command has these words; returns its id and the mark of its machine."""
 
         def found() -> list[tuple[int, str]]:
             return [(pid, mark) for mark in self.nodes for pid in processes_of(mark, words)]
@@ -174,17 +154,11 @@ class Machines:
         return [sys.executable, "-m", "halfserve", "cluster", *arguments]
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run `halfserve cluster ...` to its end, on the head."""
         environment = {**self.environment(self.nodes[0]), "RAY_ADDRESS": self.address}
         command = [*self._enter(self.nodes[0]), *self.command(*arguments)]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
 
     def done(self, *arguments: str) -> str:
-        """Run `halfserve cluster ...` and return its output.
-
-        Raises:
-            SystemExit: it fails; the text has its error output.
-        """
         done = self.run(*arguments)
         if done.returncode:
             raise SystemExit(done.stderr)

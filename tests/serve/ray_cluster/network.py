@@ -16,17 +16,9 @@ NETWORK = "198.18.{number}.{host}"
 
 @dataclass(frozen=True)
 class Host:
-    """One machine's place in the network.
-
-    Attributes:
-        address: IP address of the machine.
-        namespace: name of its network namespace.
-        link: name of its interface at the bridge.
-    """
-
-    address: str
-    namespace: str
-    link: str
+    address: str  # IP address of the machine
+    namespace: str  # name of its network namespace
+    link: str  # name of its interface at the bridge
 
     @property
     def enter(self) -> list[str]:
@@ -40,15 +32,10 @@ class Host:
 
 @dataclass
 class Network:
-    """A bridge in this machine's own namespace, to which all machines are connected.
+    """A bridge in this machine's own namespace, to which all machines are connected."""
 
-    Attributes:
-        number: number that distinguishes it from other networks on this machine.
-        hosts: the machines.
-    """
-
-    number: int
-    hosts: list[Host] = field(default_factory=list)
+    number: int  # number that distinguishes it from other networks on this machine
+    hosts: list[Host] = field(default_factory=list)  # the machines
 
     @property
     def bridge(self) -> str:
@@ -60,7 +47,6 @@ class Network:
         return NETWORK.format(number=self.number, host=1)
 
     def add(self) -> Host:
-        """Add a machine."""
         place = len(self.hosts) + 2
         name = f"{self.bridge}m{place}"
         host = Host(NETWORK.format(number=self.number, host=place), name, name)
@@ -122,11 +108,6 @@ def network() -> Iterator[Network]:
 
 
 def _ip(*arguments: str) -> str:
-    """Run `ip`.
-
-    Raises:
-        SystemExit: it fails; the text has its error output.
-    """
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"ip {' '.join(arguments)}: {done.stderr.strip()}")

@@ -23,8 +23,6 @@ RETRY_S = 0.25
 
 @dataclass(kw_only=True)
 class Counts:
-    """Counters of a simulated member for one model."""
-
     requests: int = 0
     refusals: int = 0
     queue_ns: int = 0
@@ -33,8 +31,6 @@ class Counts:
 
 @dataclass(kw_only=True)
 class SimulatedModel:
-    """A model at one member."""
-
     done: Order | None = None
     is_served: bool = False
     is_changing: bool = False
@@ -43,18 +39,12 @@ class SimulatedModel:
 
 
 class SimulatedStore:
-    """Keeps the wanted state of each group in memory, and gives it to the members at once.
-
-    Attributes:
-        members: members of all groups.
-        groups: wanted states by group.
-        error: raised by each change; None for none.
-    """
+    """Keeps the wanted state of each group in memory, and gives it to the members at once."""
 
     def __init__(self) -> None:
-        self.members: list[SimulatedMember] = []
-        self.groups: dict[str, dict[str, Order]] = {}
-        self.error: InferenceError | None = None
+        self.members: list[SimulatedMember] = []  # members of all groups
+        self.groups: dict[str, dict[str, Order]] = {}  # wanted states by group
+        self.error: InferenceError | None = None  # raised by each change; None for none
 
     async def read(self, group: str) -> Wanted:
         return self.groups.get(group, {})
@@ -72,15 +62,7 @@ class SimulatedMember:
     """Simulates one server with its agent.
 
     Attributes:
-        names: models of the repository.
-        refused: errors of the models that it refuses to load from now on, by name.
-        models: models that it has, by name.
-        settings: orders for settings that it has carried out, by target.
-        directory: the last directory received.
-        moves: number of loads begun.
         mute: whether it does not report, as if its network were cut.
-        answers_counters: whether it answers when it is asked for its counters.
-        answered: number of times that it did.
     """
 
     def __init__(
@@ -97,15 +79,15 @@ class SimulatedMember:
         self.link = link
         self.id = member
         self.group = group
-        self.names = names
-        self.refused: dict[str, InferenceError] = {}
-        self.models: dict[str, SimulatedModel] = {}
-        self.settings: dict[str, Order] = {}
-        self.directory = cluster_pb2.Directory()
-        self.moves = 0
+        self.names = names  # models of the repository
+        self.refused: dict[str, InferenceError] = {}  # errors of the models that it refuses to load from now on, by name
+        self.models: dict[str, SimulatedModel] = {}  # models that it has, by name
+        self.settings: dict[str, Order] = {}  # orders for settings that it has carried out, by target
+        self.directory = cluster_pb2.Directory()  # the last directory received
+        self.moves = 0  # number of loads begun
         self.mute = self.is_draining = False
-        self.answers_counters = True
-        self.answered = 0
+        self.answers_counters = True  # whether it answers when it is asked for its counters
+        self.answered = 0  # number of times that it did
         self._patterns = patterns
         self._store = store
         self._load_s = load_s
@@ -123,12 +105,10 @@ class SimulatedMember:
         self._begin(self._run())
 
     def follow(self, orders: Wanted) -> None:
-        """Carry out orders of the wanted state."""
         for target, order in orders.items():
             self._begin(self._follow(target, order))
 
     async def kill(self) -> None:
-        """End without a last report."""
         self._store.members.remove(self)
         for task in tuple(self._tasks):
             task.cancel()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ import tritonclient.grpc as triton
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from onnx import NodeProto, TensorProto, helper
 
 from halfserve.serve.engine.backend import Backend
 from halfserve.serve.engine.execution.batch_invariance import ALIKE, differ
@@ -25,70 +23,50 @@ from halfserve.serve.engine.tensors import Array
 from halfserve.serve.trials import tried_version
 from halfserve.serve.trials.batch_invariance_check import check_batch_invariance
 from halfserve.serve.trials.tried_version import TrialBatch, TriedVersion
-from tests.models import save_mlp, save_model, save_picky
+from tests.models import save_mlp, save_picky, save_text
 from tests.serve.engine.execution.test_batch_invariance import WAITS, loaded
 from tests.serve.model_control.controlled import loader
 from tests.serve.running_server import running_server
 
 NOT_TRIED_OUT = 'parameters { key: "halfserve.warm_up" value { string_value: "off" } }'
-FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
-node = helper.make_node
 
 
-@dataclass(frozen=True)
-class Rows:
-    """x [batch, 4] -> y [batch, ...]."""
-
-    nodes: list[NodeProto]
-    x: int = FLOAT
-    y: int = FLOAT
-    columns: int = 4
-
-    def save(self, root: Path) -> Path:
-        weights: dict[str, Array] = {
-            "zero": np.zeros(1, np.int64),
-            "axis": np.array(0, np.int64),
-            "much": np.array(40, np.float32),
-        }
-        own: list[int | str] = ["batch", 4] if self.columns == 4 else ["batch"]
-        save_model(
-            root / "m" / "1" / "model.onnx", self.nodes, [("x", self.x, ["batch", 4])], [("y", self.y, own)],
-            {name: array for name, array in weights.items() if any(name in one.input for one in self.nodes)},
-        )  # fmt: skip
-        return root
+WEIGHTS: dict[str, Array] = {"zero": np.zeros(1, np.int64), "axis": np.array(0), "much": np.array(40, np.float32)}
 
 
-CENTRED = Rows([node("ReduceMean", ["x", "zero"], ["m"]), node("Sub", ["x", "m"], ["y"])])
+def save(root: Path, text: str) -> Path:
+    """The model "m", of the inputs and outputs before ": " and the nodes after it."""
+    interface, _, nodes = text.partition(": ")
+    used = {name: array for name, array in WEIGHTS.items() if name in nodes}
+    save_text(root / "m" / "1" / "model.onnx", f"{interface} {{ {nodes} }}", **used)
+    return root
+
+
+ROWS, WHOLE = "(float[n, 4] x) => (float[n, 4] y)", "(float[n, 4] x) => (int64[n, 4] y)"
+CENTRED = f"{ROWS}: m = ReduceMean(x, zero)  y = Sub(x, m)"
 MIXING = {
     "a mean over rows": CENTRED,
-    "a softmax over rows": Rows([node("Softmax", ["x"], ["y"], axis=0)]),
-    "a sum of the rows before": Rows([node("CumSum", ["x", "axis"], ["y"])]),
-    "the largest row": Rows([node("ReduceMax", ["x", "zero"], ["m"]), node("Sub", ["x", "m"], ["y"])]),
-    "a mean over rows of whole numbers": Rows(
-        [
-            node("Cast", ["x"], ["f"], to=FLOAT),
-            node("ReduceMean", ["f", "zero"], ["m"]),
-            node("Sub", ["f", "m"], ["y"]),
-        ],
-        x=INT64,
+    "a softmax over rows": f"{ROWS}: y = Softmax<axis = 0>(x)",
+    "a sum of the rows before": f"{ROWS}: y = CumSum(x, axis)",
+    "the largest row": f"{ROWS}: m = ReduceMax(x, zero)  y = Sub(x, m)",
+    "a mean over rows of whole numbers": (
+        "(int64[n, 4] x) => (float[n, 4] y): f = Cast<to = 1>(x)  m = ReduceMean(f, zero)  y = Sub(f, m)"
     ),
-    "a place among all rows": Rows([node("Cast", ["x"], ["f"], to=FLOAT), node("ReduceMin", ["f", "zero"], ["m"]),
-                                    node("Equal", ["f", "m"], ["e"]), node("Cast", ["e"], ["y"], to=INT64)], y=INT64),
-}  # fmt: skip
+    "a place among all rows": f"{WHOLE}: m = ReduceMin(x, zero)  e = Equal(x, m)  y = Cast<to = 7>(e)",
+}
+QUANTISED = "q, s, z = DynamicQuantizeLinear(x)"
 INDEPENDENT = {
-    "a softmax of a row": Rows([node("Softmax", ["x"], ["y"], axis=1)]),
-    "a class": Rows([node("ArgMax", ["x"], ["y"], axis=1, keepdims=0)], y=INT64, columns=0),
-    "chance": Rows([node("RandomNormalLike", ["x"], ["y"])]),
-    "no number": Rows([node("Sub", ["x", "x"], ["d"]), node("Div", ["d", "d"], ["y"])]),
+    "a softmax of a row": f"{ROWS}: y = Softmax<axis = 1>(x)",
+    "a class": "(float[n, 4] x) => (int64[n] y): y = ArgMax<axis = 1, keepdims = 0>(x)",
+    "chance": f"{ROWS}: y = RandomNormalLike(x)",
+    "no number": f"{ROWS}: d = Sub(x, x)  y = Div(d, d)",
     # int8 scales are taken over all rows, which is a rounding's difference.
-    "dynamically quantised": Rows([node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]),
-                                   node("DequantizeLinear", ["q", "s", "z"], ["y"])]),
+    "dynamically quantised": f"{ROWS}: {QUANTISED}  y = DequantizeLinear(q, s, z)",
     # A picture's, say, of which a third is a step brighter or darker for it.
-    "dynamically quantised, in whole numbers": Rows([node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]),
-                                                     node("DequantizeLinear", ["q", "s", "z"], ["d"]),
-                                                     node("Mul", ["d", "much"], ["m"]),
-                                                     node("Cast", ["m"], ["y"], to=INT64)], y=INT64),
-}  # fmt: skip
+    "dynamically quantised, in whole numbers": (
+        f"{WHOLE}: {QUANTISED}  d = DequantizeLinear(q, s, z)  m = Mul(d, much)  y = Cast<to = 7>(m)"
+    ),
+}
 
 
 def looked_at(root: Path, config: str = WAITS) -> Model:
@@ -109,7 +87,7 @@ def is_in_doubt(version: Model) -> bool:
 
 @pytest.mark.parametrize("name", MIXING)
 def test_rows_that_depend_on_each_other_are_not_joined(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
-    assert not joins(looked_at(MIXING[name].save(tmp_path)))
+    assert not joins(looked_at(save(tmp_path, MIXING[name])))
     (message,) = caplog.messages
     assert message.startswith(
         "m/1: output 'y' of a row depends on the other rows of its batch; its requests are computed one by"
@@ -118,18 +96,18 @@ def test_rows_that_depend_on_each_other_are_not_joined(tmp_path: Path, caplog: p
 
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_rows_that_do_not_are(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
-    assert joins(looked_at(INDEPENDENT[name].save(tmp_path)))
+    assert joins(looked_at(save(tmp_path, INDEPENDENT[name])))
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("save", [save_mlp, save_picky])
-def test_nor_is_a_usual_model_suspected(tmp_path: Path, save: Callable[[Path], Path]) -> None:
-    save(tmp_path / "m" / "1" / "model.onnx")
+@pytest.mark.parametrize("save_usual", [save_mlp, save_picky])
+def test_nor_is_a_usual_model_suspected(tmp_path: Path, save_usual: Callable[[Path], Path]) -> None:
+    save_usual(tmp_path / "m" / "1" / "model.onnx")
     assert joins(looked_at(tmp_path))
 
 
 def test_a_declared_batch_size_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert joins(looked_at(CENTRED.save(tmp_path), f"max_batch_size: 8 {WAITS}"))
+    assert joins(looked_at(save(tmp_path, CENTRED), f"max_batch_size: 8 {WAITS}"))
     assert "requests that share one change each other's answers, as max_batch_size allows" in caplog.text
 
 
@@ -140,13 +118,13 @@ def test_a_declared_batch_size_is_kept(tmp_path: Path, caplog: pytest.LogCapture
 def test_where_nothing_is_joined_or_tried_out_nothing_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, config: str
 ) -> None:
-    looked_at(CENTRED.save(tmp_path), config)
+    looked_at(save(tmp_path, CENTRED), config)
     assert not caplog.messages
 
 
 def test_nothing_is_run_that_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tried_version, "available_bytes", lambda: 1)
-    version = looked_at(CENTRED.save(tmp_path))
+    version = looked_at(save(tmp_path, CENTRED))
     assert joins(version)
     assert is_in_doubt(version)
 
@@ -163,7 +141,7 @@ def test_only_unchecked_models_are_doubtful(tmp_path: Path, config: str, doubt: 
 
 def test_where_a_look_could_take_a_copy_down_requests_stay_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given_up = 'parameters { key: "halfserve.max_compute_s" value { string_value: "2" } }'
-    version = looked_at(CENTRED.save(tmp_path), NOT_TRIED_OUT + given_up)
+    version = looked_at(save(tmp_path, CENTRED), NOT_TRIED_OUT + given_up)
     assert not joins(version)
     (message,) = caplog.messages
     assert "was not found out (halfserve.warm_up is off); its requests are computed one by one" in message
@@ -172,7 +150,7 @@ def test_where_a_look_could_take_a_copy_down_requests_stay_apart(tmp_path: Path,
 def test_a_model_that_takes_long_is_not_run_for_longer_than_there_is_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    version = loaded(CENTRED.save(tmp_path), WAITS)
+    version = loaded(save(tmp_path, CENTRED), WAITS)
     ran = list[float]()
 
     class Slow(TriedVersion):
@@ -191,7 +169,7 @@ def test_a_model_that_takes_long_is_not_run_for_longer_than_there_is_time(
 
 @pytest.mark.parametrize("config", [WAITS, WAITS + NOT_TRIED_OUT])
 def test_clients_that_ask_at_once_get_what_each_gets_alone(tmp_path: Path, config: str) -> None:
-    (CENTRED.save(tmp_path) / "m" / "config.pbtxt").write_text(config)
+    (save(tmp_path, CENTRED) / "m" / "config.pbtxt").write_text(config)
     (files,) = find_models(tmp_path)
     answers: list[list[list[float]]] = []
 

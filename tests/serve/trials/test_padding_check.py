@@ -14,7 +14,7 @@ import onnxruntime
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
-from onnx import NodeProto, TensorProto, helper
+from onnx import TensorProto
 
 from halfserve.protos.certificates import SCHEMA, certificate_sha256, named_entry
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
@@ -28,12 +28,10 @@ from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.tensors import Array, Tensors
 from halfserve.serve.trials.padding_check import proved_padding
 from halfserve.serve.trials.tried_version import TriedVersion
-from tests.models import save_model
+from tests.models import save_text
 from tests.serve.model_control.controlled import loader
 from tests.serve.padded_models import RULE, SIZE, VOCABULARY, expected, save_masked_mean, save_pooled, table, write_config
 from tests.serve.running_server import running_server
-
-node = helper.make_node
 
 
 def loaded(root: Path, runtime: Runtime | None = None) -> Model:
@@ -73,58 +71,43 @@ def test_a_mask_that_buckets_hide_is_found(tmp_path: Path, caplog: pytest.LogCap
 def test_a_column_of_large_numbers_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     large, others = np.zeros(SIZE, np.float32), np.ones(SIZE, np.float32)
     large[3], others[3] = 1e4, 0
-    nodes = [node("Mul", ["right", "large"], ["a"]), node("Mul", ["wrong", "others"], ["b"]), node("Add", ["a", "b"], ["y"])]
-    save_pooled(tmp_path / "m", nodes, weights={"large": large, "others": others})
+    save_pooled(
+        tmp_path / "m",
+        "a = Mul(right, large)  b = Mul(wrong, others)  y = Add(a, b)",
+        weights={"large": large, "others": others},
+    )
     assert loaded(tmp_path).mixed is None
     assert "output 'y', column" in caplog.text
-
-
-def names_of(vectors: str) -> tuple[list[NodeProto], dict[str, Array]]:
-    names = np.array([f"class {number}" for number in range(SIZE)], object)
-    return [node("ArgMax", [vectors], ["best"], axis=1, keepdims=0), node("Gather", ["names", "best"], ["y"])], {"names": names}
 
 
 @pytest.mark.parametrize(("vectors", "is_padded"), [("right", True), ("wrong", False)])
 def test_class_names_must_be_those_of_the_row_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, vectors: str, *, is_padded: bool
 ) -> None:
-    nodes, weights = names_of(vectors)
-    save_pooled(tmp_path / "m", nodes, weights=weights, output=TensorProto.STRING, shape=["batch"])
+    text = f"best = ArgMax<axis = 1, keepdims = 0>({vectors})  y = Gather(names, best)"
+    names = np.array([f"class {number}" for number in range(SIZE)], object)
+    save_pooled(tmp_path / "m", text, weights={"names": names}, output=TensorProto.STRING, shape=["batch"])
     assert (loaded(tmp_path).mixed is not None) is is_padded
     assert ("output 'y' of a row of length" in caplog.text) is not is_padded
 
 
-FIRST_COUNT = [
-    node("Cast", ["count"], ["c"], to=TensorProto.FLOAT),
-    node("Less", ["place", "count"], ["is_counted"]),
-    node("Cast", ["is_counted"], ["counted"], to=TensorProto.FLOAT),
-    node("Unsqueeze", ["counted", "two"], ["weights"]),
-    node("Mul", ["found", "weights"], ["kept"]),
-    node("ReduceSum", ["kept", "one"], ["sum"], keepdims=0),
-]
+FIRST_COUNT = """c = Cast<to = 1>(count)  is_counted = Less(place, count)  counted = Cast<to = 1>(is_counted)
+    weights = Unsqueeze(counted, two)  kept = Mul(found, weights)  sum = ReduceSum<keepdims = 0>(kept, one)"""
 
 
 def test_a_length_given_as_a_number_is_tried_with_the_rows_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_pooled(tmp_path / "good" / "m", [*FIRST_COUNT, node("Div", ["sum", "c"], ["y"])], inputs=["count"])
+    save_pooled(tmp_path / "good" / "m", f"{FIRST_COUNT} y = Div(sum, c)", inputs=["count"])
     assert loaded(tmp_path / "good").mixed is not None
-    wrong_beyond_one = [
-        node("Sub", ["c", "unit"], ["more"]),
-        node("Mul", ["wrong", "more"], ["error"]),
-        node("Add", ["sum", "error"], ["y"]),
-    ]
+    wrong_beyond_one = f"{FIRST_COUNT} more = Sub(c, unit)  error = Mul(wrong, more)  y = Add(sum, error)"
     unit = {"unit": np.array(1, np.float32)}
-    save_pooled(tmp_path / "bad" / "m", [*FIRST_COUNT, *wrong_beyond_one], inputs=["count"], weights=unit)
+    save_pooled(tmp_path / "bad" / "m", wrong_beyond_one, inputs=["count"], weights=unit)
     assert loaded(tmp_path / "bad").mixed is None
     assert "differs from what the row gets alone" in caplog.text
 
 
 def test_a_number_that_is_no_length_stays_what_the_model_takes(tmp_path: Path) -> None:
-    nodes = [
-        node("Gather", ["kinds", "kind"], ["of_kind"], axis=0),
-        node("Squeeze", ["of_kind", "one"], ["k"]),
-        node("Add", ["right", "k"], ["y"]),
-    ]
-    save_pooled(tmp_path / "m", nodes, inputs=["mask", "kind"], weights={"kinds": table()[:3]})
+    text = "of_kind = Gather<axis = 0>(kinds, kind)  k = Squeeze(of_kind, one)  y = Add(right, k)"
+    save_pooled(tmp_path / "m", text, inputs=["mask", "kind"], weights={"kinds": table()[:3]})
     assert loaded(tmp_path).mixed is not None
 
 
@@ -132,32 +115,21 @@ def test_a_number_that_is_no_length_stays_what_the_model_takes(tmp_path: Path) -
 def test_a_model_that_computes_long_rows_in_another_way_is_found(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, beyond: int
 ) -> None:
-    nodes = [
-        node("Greater", ["size", "beyond"], ["is_long"]),
-        node("Where", ["is_long", "wrong", "right"], ["y"]),
-    ]
-    save_pooled(tmp_path / "m", nodes, weights={"beyond": np.array(beyond, np.float32)})
+    text = "is_long = Greater(size, beyond)  y = Where(is_long, wrong, right)"
+    save_pooled(tmp_path / "m", text, weights={"beyond": np.array(beyond, np.float32)})
     assert loaded(tmp_path).mixed is None
     assert "of a row of length" in caplog.text
 
 
-def attention(penalty: float) -> tuple[list[NodeProto], dict[str, Array]]:
-    """Equal attention to all places, `penalty` added to the logits of masked ones."""
-    nodes = [
-        node("Sub", ["unit", "m"], ["masked"]),
-        node("Mul", ["masked", "penalty"], ["logits"]),
-        node("Softmax", ["logits"], ["weights"], axis=1),
-        node("Unsqueeze", ["weights", "one"], ["row"]),
-        node("MatMul", ["row", "found"], ["mixed"]),
-        node("Squeeze", ["mixed", "one"], ["y"]),
-    ]
-    return nodes, {"unit": np.array(1, np.float32), "penalty": np.array(penalty, np.float32)}
+# Equal attention to all places, with `penalty` added to the logits of masked ones.
+ATTENTION = """masked = Sub(unit, m)  logits = Mul(masked, penalty)  weights = Softmax<axis = 1>(logits)
+    row = Unsqueeze(weights, one)  mixed = MatMul(row, found)  y = Squeeze(mixed, one)"""
 
 
 def test_a_weak_mask_is_found_beside_a_long_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name, penalty in (("weak", -8.0), ("strong", -1e4)):
-        nodes, weights = attention(penalty)
-        save_pooled(tmp_path / name / "m", nodes, weights=weights)
+        weights = {"unit": np.array(1, np.float32), "penalty": np.array(penalty, np.float32)}
+        save_pooled(tmp_path / name / "m", ATTENTION, weights=weights)
     assert loaded(tmp_path / "weak").mixed is None
     assert "of a row of length 1 padded to" in caplog.text
     assert loaded(tmp_path / "strong").mixed is not None
@@ -168,13 +140,9 @@ POSITIONS = 40
 
 def save_positions(root: Path, buckets: str = "") -> None:
     """A masked mean plus the vector of the last of POSITIONS places that a row has; longer rows fail."""
-    nodes = [
-        node("Gather", ["positions", "place"], ["p"], axis=0),
-        node("Mul", ["column", "p"], ["of_places"]),
-        node("ReduceSum", ["of_places", "one"], ["total"], keepdims=0),
-        node("Add", ["right", "total"], ["y"]),
-    ]
-    save_pooled(root / "m", nodes, weights={"positions": table()[:POSITIONS]}, buckets=buckets)
+    text = """p = Gather<axis = 0>(positions, place)  of_places = Mul(column, p)
+        total = ReduceSum<keepdims = 0>(of_places, one)  y = Add(right, total)"""
+    save_pooled(root / "m", text, weights={"positions": table()[:POSITIONS]}, buckets=buckets)
 
 
 def test_a_bucket_beyond_the_models_positions_is_clipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -259,17 +227,13 @@ def test_without_time_for_any_length_nothing_is_padded(tmp_path: Path, caplog: p
 
 RARE = 1100
 # The mean over all places, of rows with the token RARE alone.
-WRONG_FOR_RARE = [
-    node("Equal", ["tokens", "rare"], ["is_rare"]),
-    node("Cast", ["is_rare"], ["rare_count"], to=TensorProto.FLOAT),
-    node("ReduceMax", ["rare_count", "one"], ["has_rare"], keepdims=1),
-    node("Cast", ["has_rare"], ["use_wrong"], to=TensorProto.BOOL),
-    node("Where", ["use_wrong", "wrong", "right"], ["y"]),
-]
+WRONG_FOR_RARE = """is_rare = Equal(tokens, rare)  rare_count = Cast<to = 1>(is_rare)
+    has_rare = ReduceMax<keepdims = 1>(rare_count, one)  use_wrong = Cast<to = 9>(has_rare)
+    y = Where(use_wrong, wrong, right)"""
 
 
 def save_wrong_for_rare(folder: Path) -> Path:
-    return save_pooled(folder, WRONG_FOR_RARE, weights={"rare": np.array(RARE, np.int64)})
+    return save_pooled(folder, WRONG_FOR_RARE, weights={"rare": np.array(RARE)})
 
 
 def described(folder: Path, requests: Mapping[str, Tensors]) -> str:
@@ -324,14 +288,9 @@ def test_samples_that_travel_with_a_model_are_tried(tmp_path: Path, last: int, i
 
 
 def test_a_number_in_all_samples_is_no_length_as_one_has_it_by_chance(tmp_path: Path) -> None:
-    nodes = [
-        *FIRST_COUNT,
-        node("Div", ["sum", "c"], ["mean"]),
-        node("Gather", ["kinds", "kind"], ["of_kind"], axis=0),
-        node("Squeeze", ["of_kind", "one"], ["k"]),
-        node("Add", ["mean", "k"], ["y"]),
-    ]
-    folder = save_pooled(tmp_path / "m", nodes, inputs=["count", "kind"], weights={"kinds": table()[:3]})
+    kind = "of_kind = Gather<axis = 0>(kinds, kind)  k = Squeeze(of_kind, one)"
+    text = f"{FIRST_COUNT} mean = Div(sum, c)  {kind}  y = Add(mean, k)"
+    folder = save_pooled(tmp_path / "m", text, inputs=["count", "kind"], weights={"kinds": table()[:3]})
     tokens = np.array([[5, 6, 0, 0], [9, 8, 7, 4]])
     record(folder, {"tokens": tokens, "count": np.array([[2], [4]]), "kind": np.array([[2], [2]])})
     version = loaded(tmp_path)
@@ -360,25 +319,16 @@ def test_what_keeps_a_model_from_being_padded_is_named(
 @pytest.mark.parametrize(
     ("nodes", "weights", "said"),
     [
-        (
-            [node("ReduceMean", ["x", "one"], ["m"]), node("Sub", ["x", "m"], ["y"])],
-            {"one": np.array([1], np.int64)},
-            "output 'y' of a row of length",
-        ),
-        (
-            [node("Mul", ["x", "x"], ["square"]), node("Reciprocal", ["square"], ["y"])],
-            {},
-            "output 'y' is NaN or infinite in padded places",
-        ),
+        ("m = ReduceMean(x, one)  y = Sub(x, m)", {"one": np.array([1])}, "output 'y' of a row of length"),
+        ("square = Mul(x, x)  y = Reciprocal(square)", {}, "output 'y' is NaN or infinite in padded places"),
     ],
     ids=["sum over all places", "not finite"],
 )
 def test_padded_places_that_change_an_answer_are_found(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, nodes: list[NodeProto], weights: dict[str, Array], said: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, nodes: str, weights: dict[str, Array], said: str
 ) -> None:
-    shape: list[int | str] = ["batch", "length"]
-    x, y = ([(name, int(TensorProto.FLOAT), shape)] for name in "xy")
-    save_model(tmp_path / "m" / "1" / "model.onnx", nodes, x, y, weights)
+    text = f"(float[batch, length] x) => (float[batch, length] y) {{ {nodes} }}"
+    save_text(tmp_path / "m" / "1" / "model.onnx", text, **weights)
     write_config(tmp_path / "m", {"halfserve.padding": "x[1]=0 -> y[1]"})
     assert loaded(tmp_path).mixed is None
     assert said in caplog.text

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
 
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import Backend, DevicePlacement
@@ -29,7 +28,7 @@ from halfserve.serve.trials import at_load
 from halfserve.serve.trials import tried_version as module
 from halfserve.serve.trials.tried_version import TriedVersion
 from halfserve.serve.trials.warm_up import short_sizes, warm_up
-from tests.models import save_mlp, save_model, save_picky, save_unbatched
+from tests.models import save_mlp, save_picky, save_text, save_unbatched
 from tests.serve.model_control.controlled import loader
 
 Ran = list[dict[str, Any]]
@@ -112,9 +111,7 @@ def test_a_batch_that_could_take_all_memory_is_not_tried(
 def test_declared_warm_up_requests_may_not_take_all_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dims: str
 ) -> None:
-    nodes = [helper.make_node("Identity", ["x"], ["y"])]
-    fp32 = TensorProto.FLOAT
-    save_model(tmp_path / "m/1/model.onnx", nodes, [("x", fp32, ["b", "n"])], [("y", fp32, ["b", "n"])])
+    save(save_lengths, tmp_path)
     describe = 'model_warmup {{ name: "{}" inputs {{ key: "x" value {{ data_type: TYPE_FP32 dims: {} zero_data: true }} }} }}'
     monkeypatch.setattr(module, "available_bytes", lambda: 4 * 4 * 4999)
     config = f"max_batch_size: 2 {describe.format('large', dims)} {describe.format('small', 3)}"
@@ -123,9 +120,7 @@ def test_declared_warm_up_requests_may_not_take_all_memory(
 
 
 def test_described_rows_count_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = [helper.make_node("Identity", ["x"], ["y"])]
-    fp32 = TensorProto.FLOAT
-    save_model(tmp_path / "m/1/model.onnx", nodes, [("x", fp32, ["b", "n"])], [("y", fp32, ["b", "n"])])
+    save(save_lengths, tmp_path)
     describe = 'model_warmup { name: "w" inputs { key: "x" value { data_type: TYPE_FP32 dims: 99 zero_data: true } } }'
     monkeypatch.setattr(module, "available_bytes", lambda: 4 * 4 * 100 * 8)
     assert rows(tried_out(tmp_path, f"max_batch_size: 8 {describe}")) == [1, 1, 8]
@@ -215,12 +210,8 @@ def test_a_model_that_cannot_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_with_open_sizes_may_refuse_guessed_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    nodes = [
-        helper.make_node("Constant", [], ["shape"], value=helper.make_tensor("s", TensorProto.INT64, [3], [0, -1, 4])),
-        helper.make_node("Reshape", ["x", "shape"], ["y"]),
-    ]
-    fp32 = TensorProto.FLOAT
-    save_model(tmp_path / "m/1/model.onnx", nodes, [("x", fp32, ["b", "n"])], [("y", fp32, ["b", "k", 4])])
+    text = "(float[b, n] x) => (float[b, k, 4] y) { y = Reshape(x, shape) }"
+    save_text(tmp_path / "m/1/model.onnx", text, shape=np.array([0, -1, 4]))
     assert rows(tried_out(tmp_path)) == [1]
     (message,) = caplog.messages
     assert message.startswith("m/1: cannot be tried out (the model failed on this request: ")
@@ -259,9 +250,7 @@ def test_the_log_is_silent_where_all_is_well(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_bfloat16_is_made_up_too(tmp_path: Path) -> None:
-    nodes = [helper.make_node("Identity", ["x"], ["y"])]
-    bf16 = TensorProto.BFLOAT16
-    save_model(tmp_path / "m/1/model.onnx", nodes, [("x", bf16, ["b", 2])], [("y", bf16, ["b", 2])])
+    save_text(tmp_path / "m/1/model.onnx", "(bfloat16[b, 2] x) => (bfloat16[b, 2] y) { y = Identity(x) }")
     describe = 'model_warmup { name: "w" inputs { key: "x" value { data_type: TYPE_BF16 dims: 2 random_data: true } } }'
     first, *others = tried_out(tmp_path, describe)
     assert first["x"].astype(np.float32).any()
@@ -352,8 +341,7 @@ def test_a_model_that_takes_long_is_not_run_once_more(tmp_path: Path, monkeypatc
 
 
 def save_lengths(path: Path) -> Path:
-    nodes, fp32 = [helper.make_node("Relu", ["x"], ["y"])], TensorProto.FLOAT
-    return save_model(path, nodes, [("x", fp32, ["b", "n"])], [("y", fp32, ["b", "n"])])
+    return save_text(path, "(float[b, n] x) => (float[b, n] y) { y = Relu(x) }")
 
 
 @pytest.mark.usefixtures("clock")
@@ -373,7 +361,7 @@ def test_the_loader_finds_sizes_that_are_short(
     assert list(loaded(tmp_path, make, config).short_s) == sizes
 
 
-def test_a_first_batch_known_to_be_short_runs_on_the_event_loop(tmp_path: Path, clock: Clock) -> None:
+async def test_a_first_batch_known_to_be_short_runs_on_the_event_loop(tmp_path: Path, clock: Clock) -> None:
     version, backend = slow(tmp_path, clock)
     model = started(replace(version, short_s=short_sizes(TriedVersion(version, 5.0))))
 
@@ -386,14 +374,11 @@ def test_a_first_batch_known_to_be_short_runs_on_the_event_loop(tmp_path: Path, 
         await asyncio.wait_for(answered.wait(), 60)
         return backend.threads[-1]
 
-    async def scene() -> None:
-        here = threading.get_ident()
-        assert await first(1) == here
-        assert await first(3) == here, "smaller than one that is short"
-        assert await first(SLOW_FROM) != here
-        await model.batcher.drain()
-
-    asyncio.run(scene())
+    here = threading.get_ident()
+    assert await first(1) == here
+    assert await first(3) == here, "smaller than one that is short"
+    assert await first(SLOW_FROM) != here
+    await model.batcher.drain()
 
 
 def test_a_model_that_fails_on_guessed_inputs_has_no_short_batches(tmp_path: Path, clock: Clock) -> None:

@@ -24,12 +24,12 @@ from halfserve.serve.engine.errors import (
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import NO_PARAMETERS, InferRequest, Parameter
 from halfserve.serve.engine.tensors import LateArray, LateInputs, RawInput, RawInputs, RawLayout, Tensors
-from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.engine.scene import Answers, on_loop
+from tests.serve.engine.fakes import HeldBackend
+from tests.serve.engine.scene import Answers
 
 
-def cached_model(backend: HeldBackend, cache: ResponseCache | None = None, *, levels: int = 1) -> Model:
-    model = held_model(backend, config=ModelConfig(max_batch_size=8, response_cache={"enable": True}), levels=levels)
+def cached_model(answers: Answers, backend: HeldBackend, cache: ResponseCache | None = None, *, levels: int = 1) -> Model:
+    model = answers.model(backend, config=ModelConfig(max_batch_size=8, response_cache={"enable": True}), levels=levels)
     cache_answers(model, ResponseCache(2**20) if cache is None else cache)
     return model
 
@@ -40,10 +40,9 @@ def counts(model: Model) -> tuple[int, int, int, int]:
     return totals.cache_hit.count, totals.cache_miss.count, totals.success.count, totals.fail.count
 
 
-@on_loop
 async def test_a_second_request_is_not_computed_again(answers: Answers) -> None:
     backend = HeldBackend()
-    model = cached_model(backend)
+    model = cached_model(answers, backend)
     for count in (1, 2, 3):
         model.scheduler.submit(answers.request(4))
         await answers.all(count)
@@ -54,12 +53,10 @@ async def test_a_second_request_is_not_computed_again(answers: Answers) -> None:
     assert (backend.batches, counts(model)) == ([[4.0], [5.0]], (2, 2, 4, 0))
     totals = model.statistics.totals
     assert (totals.queue.count, totals.compute_infer.count, totals.rows) == (4, 2, 2)
-    await model.scheduler.drain()
 
 
-@on_loop
 async def test_a_hit_is_answered_later_and_not_within_submit(answers: Answers) -> None:
-    model = cached_model(HeldBackend())
+    model = cached_model(answers, HeldBackend())
     model.scheduler.submit(answers.request(4))
     await answers.all(1)
     model.scheduler.submit(answers.request(4))
@@ -71,23 +68,19 @@ async def test_a_hit_is_answered_later_and_not_within_submit(answers: Answers) -
     assert (len(answers.results[4]), counts(model)) == (2, (1, 1, 2, 1))
 
 
-@on_loop
 async def test_identical_requests_in_flight_are_computed_once(answers: Answers) -> None:
     backend = HeldBackend(held=True)
-    model = cached_model(backend)
-    for _ in range(5):
-        model.scheduler.submit(answers.request(4))
+    model = cached_model(answers, backend)
+    answers.submit(model, *[4] * 5)
     backend.release.set()
     await answers.all(5)
     assert (backend.batches, counts(model)) == ([[4.0]], (4, 1, 5, 0))
-    await model.scheduler.drain()
 
 
 @pytest.mark.parametrize("begun", [True, False])
-@on_loop
 async def test_a_cancelled_first_request_does_not_cost_the_others_their_answer(answers: Answers, begun: bool) -> None:
     backend = HeldBackend(held=True)
-    model = cached_model(backend)
+    model = cached_model(answers, backend)
     first, second = answers.request(4), answers.request(4)
     model.scheduler.submit(first)
     if begun:
@@ -97,13 +90,11 @@ async def test_a_cancelled_first_request_does_not_cost_the_others_their_answer(a
     backend.release.set()
     await answers.all(1)
     assert (answers.value(4), backend.batches, counts(model)) == (5.0, [[4.0]], (0, 1, 1, 1))
-    await model.scheduler.drain()
 
 
-@on_loop
 async def test_what_all_clients_have_left_is_not_computed(answers: Answers) -> None:
     backend = HeldBackend()
-    model = cached_model(backend)
+    model = cached_model(answers, backend)
     both = answers.request(4), answers.request(4)
     for request in both:
         model.scheduler.submit(request)
@@ -113,13 +104,11 @@ async def test_what_all_clients_have_left_is_not_computed(answers: Answers) -> N
     model.scheduler.submit(answers.request(5))
     await answers.all(1)
     assert (backend.batches, counts(model)) == ([[5.0]], (0, 1, 1, 2))
-    await model.scheduler.drain()
 
 
-@on_loop
 async def test_an_error_reaches_all_that_wait_and_is_not_kept(answers: Answers) -> None:
     backend = HeldBackend(held=True)
-    model = cached_model(backend)
+    model = cached_model(answers, backend)
     for _ in range(2):
         model.scheduler.submit(answers.request(-1))
     backend.release.set()
@@ -128,13 +117,11 @@ async def test_an_error_reaches_all_that_wait_and_is_not_kept(answers: Answers) 
     await answers.all(3)
     assert [type(result) for result in answers.results[-1]] == [BackendError] * 3
     assert (backend.batches, counts(model)) == ([[-1.0], [-1.0]], (0, 0, 0, 3))
-    await model.scheduler.drain()
 
 
-@on_loop
 async def test_one_whose_time_is_up_fails_alone(answers: Answers) -> None:
     backend = HeldBackend(held=True)
-    model = cached_model(backend)
+    model = cached_model(answers, backend)
     model.scheduler.submit(answers.request(100))  # holds the worker
     assert await asyncio.to_thread(backend.entered.wait, 20)
     hurried = answers.request(4, leave_by=time.monotonic())
@@ -148,13 +135,11 @@ async def test_one_whose_time_is_up_fails_alone(answers: Answers) -> None:
     last = answers.results[4][2]
     assert not isinstance(last, InferenceError)
     assert (float(last["y"][0, 0]), counts(model)) == (5.0, (0, 2, 2, 2))
-    await model.scheduler.drain()
 
 
-@on_loop
 async def test_one_with_a_shorter_timeout_does_not_wait_for_one_with_a_longer(answers: Answers) -> None:
     backend = HeldBackend(held=True)
-    model = cached_model(backend)
+    model = cached_model(answers, backend)
     model.scheduler.submit(answers.request(100))  # holds the worker
     assert await asyncio.to_thread(backend.entered.wait, 20)
     model.scheduler.submit(answers.request(4))
@@ -166,13 +151,11 @@ async def test_one_with_a_shorter_timeout_does_not_wait_for_one_with_a_longer(an
     backend.release.set()
     await answers.all(4)
     assert backend.batches == [[100.0], [4.0]]
-    await model.scheduler.drain()
 
 
-@on_loop
 async def test_a_more_urgent_request_does_not_wait_for_a_less_urgent_one(answers: Answers) -> None:
     backend = HeldBackend(held=True)
-    model = cached_model(backend, levels=2)
+    model = cached_model(answers, backend, levels=2)
     model.scheduler.submit(answers.request(100))
     assert await asyncio.to_thread(backend.entered.wait, 20)
     for priority in (1, 0, 1):
@@ -183,7 +166,6 @@ async def test_a_more_urgent_request_does_not_wait_for_a_less_urgent_one(answers
     backend.release.set()
     await answers.all(4)
     assert counts(model)[:2] == (1, 3)
-    await model.scheduler.drain()
 
 
 def request_of(
@@ -221,9 +203,8 @@ def test_only_equal_requests_have_equal_keys() -> None:
 
 
 @pytest.mark.parametrize("name", ["text", "priority"])  # one that decides the answer, and one that does not
-@on_loop
 async def test_long_parameters_of_past_requests_are_not_held(answers: Answers, name: str) -> None:
-    model = cached_model(HeldBackend(), ResponseCache(2**23))
+    model = cached_model(answers, HeldBackend(), ResponseCache(2**23))
     gc.collect()
     gc.disable()  # in a server the garbage collector runs rarely
     tracemalloc.start()
@@ -240,7 +221,6 @@ async def test_long_parameters_of_past_requests_are_not_held(answers: Answers, n
     gc.enable()
     assert held_bytes < 1_000_000
     assert counts(model)[:2] == (0, 64)
-    await model.scheduler.drain()
 
 
 def test_long_parameters_tell_requests_apart() -> None:
@@ -251,10 +231,9 @@ def test_long_parameters_tell_requests_apart() -> None:
 
 
 @pytest.mark.parametrize("late", [True, False])
-@on_loop
 async def test_large_inputs_and_those_to_be_parsed_are_read_once_on_a_thread(answers: Answers, late: bool) -> None:
     backend, reads = HeldBackend(), []
-    model = cached_model(backend)
+    model = cached_model(answers, backend)
 
     def read() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         reads.append(asyncio.events._get_running_loop())
@@ -269,12 +248,10 @@ async def test_large_inputs_and_those_to_be_parsed_are_read_once_on_a_thread(ans
         await answers.all(count)
     assert backend.batches == ([[1.0], [2.0]] if late else [[4.0]])  # what was read is what was computed
     assert reads == ([None, None] if late else [])
-    await model.scheduler.drain()
 
 
-@on_loop
 async def test_inputs_that_cannot_be_read_are_the_requests_own_error(answers: Answers) -> None:
-    model = cached_model(HeldBackend())
+    model = cached_model(answers, HeldBackend())
 
     def refuse() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         raise BackendError("not there")
@@ -289,14 +266,12 @@ async def test_inputs_that_cannot_be_read_are_the_requests_own_error(answers: An
     await answers.all(2)
     assert {str(error) for error in answers.results[4]} == {"not there", "the inputs of this request cannot be read"}
     assert counts(model) == (0, 0, 0, 2)
-    await model.scheduler.drain()
 
 
-@on_loop
 async def test_inputs_for_which_memory_runs_out_leave_no_stack_trace(
     answers: Answers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = cached_model(HeldBackend())
+    model = cached_model(answers, HeldBackend())
 
     def read() -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         raise MemoryError
@@ -308,13 +283,11 @@ async def test_inputs_for_which_memory_runs_out_leave_no_stack_trace(
     assert type(answers.error(4)) is OutOfMemoryError
     (record,) = caplog.records
     assert (record.getMessage(), record.exc_info) == ("the inputs of a request cannot be read: memory ran out", None)
-    await model.scheduler.drain()
 
 
-@on_loop
 async def test_a_draining_model_answers_what_it_took_and_forgets(answers: Answers) -> None:
     cache, backend = ResponseCache(2**20), HeldBackend()
-    model = cached_model(backend, cache)
+    model = cached_model(answers, backend, cache)
     model.scheduler.submit(answers.request(4))
     await answers.all(1)
     model.scheduler.submit(answers.request(4))

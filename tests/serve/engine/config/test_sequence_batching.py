@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
 
 from halfserve.serve.engine.config.sequence_batching import SequencePlan
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.sequences.sequence_loading import first_step
 from halfserve.serve.engine.sequences.sequence_scheduler import SequenceScheduler
-from tests.models import save_model
+from tests.models import save_text
 from tests.serve.engine.model_folders import load
 from tests.serve.engine.sequences.scene import STATE, SUM, TELLING, save_sum, save_telling
 
@@ -146,16 +145,9 @@ def test_a_latency_target_is_refused_where_rows_have_places(tmp_path: Path) -> N
 
 def lstm_like(path: Path) -> Path:
     """x [batch, 2], h [3, batch, 2], gain [] -> y = gain * x + the sum of h, new_h = h + x: the batch of h is in the middle."""
-    number = TensorProto.FLOAT
-    nodes = [
-        helper.make_node("ReduceSum", ["h", "axis"], ["sum"], keepdims=0),
-        helper.make_node("Mul", ["x", "gain"], ["scaled"]),
-        helper.make_node("Add", ["scaled", "sum"], ["y"]),
-        helper.make_node("Add", ["h", "x"], ["new_h"]),
-    ]
-    inputs: list[tuple[str, int, list[int | str]]] = [("x", number, ["n", 2]), ("h", number, [3, "n", 2]), ("gain", number, [])]
-    outputs: list[tuple[str, int, list[int | str]]] = [("y", number, ["n", 2]), ("new_h", number, [3, "n", 2])]
-    return save_model(path, nodes, inputs, outputs, {"axis": np.array([0], np.int64)})
+    text = """(float[n, 2] x, float[3, n, 2] h, float gain) => (float[n, 2] y, float[3, n, 2] new_h) {
+        sum = ReduceSum<keepdims = 0>(h, axis)  scaled = Mul(x, gain)  y = Add(scaled, sum)  new_h = Add(h, x) }"""
+    return save_text(path, text, axis=np.array([0]))
 
 
 LSTM = """max_batch_size: 4

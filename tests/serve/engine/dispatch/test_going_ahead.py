@@ -19,14 +19,14 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.engine.scene import Answers, QuickBackend, hold_first, on_loop
+from tests.serve.engine.scene import Answers, QuickBackend, hold_first
 
 MIDDLING_S = (SHORT_S + AHEAD_S) / 2
 
 
-def ahead_model(backend: HeldBackend, latest_s: float = MIDDLING_S, max_rows: int = 2) -> Model:
+def ahead_model(answers: Answers, backend: HeldBackend, latest_s: float = MIDDLING_S, max_rows: int = 2) -> Model:
     """Of batches of `max_rows` at most, the latest of which has taken `latest_s`."""
-    model = held_model(backend, max_rows=max_rows)
+    model = answers.model(backend, max_rows=max_rows)
     model.batcher._free.latest_s = latest_s
     return model
 
@@ -37,17 +37,15 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-@on_loop
 async def test_a_full_batch_does_not_wait_for_the_end_of_the_one_before(answers: Answers) -> None:
     backend = HeldBackend(held=True)
-    model = ahead_model(backend)
+    model = ahead_model(answers, backend)
     (instance,) = model.batcher.instances
     await hold_first(backend, model.batcher, answers)
     model.batcher.submit(answers.request(1))
     await turns()
     assert (instance.batches, model.batcher.waiting) == (1, 1), "another request may come and make it larger"
-    for value in (2, 3, 4, 5):
-        model.batcher.submit(answers.request(value))
+    answers.submit(model, 2, 3, 4, 5)
     await turns()
     assert (instance.batches, model.batcher.waiting) == (2, 3), "one batch ahead, and no more"
     assert len(instance.next_requests) == 2
@@ -56,22 +54,18 @@ async def test_a_full_batch_does_not_wait_for_the_end_of_the_one_before(answers:
     assert backend.batches == [[100], [1, 2], [3, 4], [5]]
     assert [answers.value(value) for value in range(1, 6)] == [2, 3, 4, 5, 6]
     assert (instance.batches, model.statistics.totals.batches) == (0, 4)
-    await model.batcher.drain()
 
 
 @pytest.mark.parametrize("latest_s", [SHORT_S, AHEAD_S * 1.01, math.inf], ids=["short", "long", "unknown"])
-@on_loop
 async def test_only_batches_of_middling_length_go_ahead(answers: Answers, latest_s: float) -> None:
     backend = HeldBackend(held=True)
-    model = ahead_model(backend, latest_s)
+    model = ahead_model(answers, backend, latest_s)
     await hold_first(backend, model.batcher, answers)
-    for value in (1, 2, 3):
-        model.batcher.submit(answers.request(value))
+    answers.submit(model, 1, 2, 3)
     await turns()
     assert model.batcher.waiting == 3
     backend.release.set()
     await answers.all(4)
-    await model.batcher.drain()
 
 
 @pytest.mark.parametrize(
@@ -79,7 +73,6 @@ async def test_only_batches_of_middling_length_go_ahead(answers: Answers, latest
     [(2, 1, False, True), (2, -1, False, False), (2, 1, True, False), (1, -1, True, True)],
     ids=["all alike", "of any shape", "of any length", "one copy"],
 )
-@on_loop
 async def test_no_batch_waits_for_a_long_one_that_another_copy_could_compute(
     answers: Answers, copies: int, size: int, open_ended: bool, goes_ahead: bool
 ) -> None:
@@ -89,8 +82,7 @@ async def test_no_batch_waits_for_a_long_one_that_another_copy_could_compute(
     for number, backend in enumerate(reversed(held)):
         model.batcher.submit(answers.request(100 + number))
         assert await asyncio.to_thread(backend.entered.wait, 20)
-    for value in (1, 2):
-        model.batcher.submit(answers.request(value))
+    answers.submit(model, 1, 2)
     await turns()
     assert model.batcher.waiting == (0 if goes_ahead else 2)
     for backend in held:
@@ -99,10 +91,9 @@ async def test_no_batch_waits_for_a_long_one_that_another_copy_could_compute(
 
 
 @pytest.mark.parametrize("in_time", [[], [2]], ids=["all", "some"])
-@on_loop
 async def test_requests_late_behind_a_long_batch_are_not_computed(answers: Answers, in_time: list[float]) -> None:
     backend = HeldBackend(held=True)
-    model = ahead_model(backend, max_rows=3)
+    model = ahead_model(answers, backend, max_rows=3)
     await hold_first(backend, model.batcher, answers)
     requests = [answers.request(1), answers.request(2), answers.request(3)]
     for request in requests:
@@ -119,13 +110,11 @@ async def test_requests_late_behind_a_long_batch_are_not_computed(answers: Answe
     totals = model.statistics.totals
     answered = 1 + len(in_time)
     assert (totals.success.count, totals.rows, totals.failures) == (answered, answered, {"deadline_exceeded": 4 - answered})
-    await model.batcher.drain()
 
 
-@on_loop
 async def test_requests_late_behind_a_long_batch_are_answered_before_its_end(answers: Answers) -> None:
     backend = HeldBackend(held=True)
-    model = ahead_model(backend)
+    model = ahead_model(answers, backend)
     await hold_first(backend, model.batcher, answers)
     model.batcher.submit(answers.request(1, leave_by=time.monotonic() + 0.1))
     model.batcher.submit(answers.request(2))
@@ -139,59 +128,52 @@ async def test_requests_late_behind_a_long_batch_are_answered_before_its_end(ans
     assert backend.batches == [[100], [2]]
     totals = model.statistics.totals
     assert (totals.success.count, totals.failures) == (2, {"deadline_exceeded": 1})
-    await model.batcher.drain()
 
 
-@on_loop
 async def test_models_that_share_slots_keep_to_their_turns(answers: Answers) -> None:
     backend = HeldBackend(held=True)
-    model = ahead_model(backend)
+    model = ahead_model(answers, backend)
     model.batcher.compete(ComputeSlots(1))
     await hold_first(backend, model.batcher, answers)
-    for value in (1, 2):
-        model.batcher.submit(answers.request(value))
+    answers.submit(model, 1, 2)
     await turns()
     assert model.batcher.waiting == 2
     backend.release.set()
     await answers.all(3)
-    await model.batcher.drain()
 
 
-@on_loop
 async def test_a_failing_batch_ahead_fails_alone(answers: Answers) -> None:
     backend = HeldBackend(held=True)
-    model = ahead_model(backend)
+    model = ahead_model(answers, backend)
     await hold_first(backend, model.batcher, answers)
-    for value in (-1, 2, 3):
-        model.batcher.submit(answers.request(value))
+    answers.submit(model, -1, 2, 3)
     await turns()
     backend.release.set()
     await answers.all(4)
     assert "negative values hurt" in str(answers.error(-1))
     assert [answers.value(value) for value in (2, 3, 100)] == [3, 4, 101]
-    await model.batcher.drain()
 
 
 @settings(max_examples=30, deadline=None)
 @given(groups=st.lists(st.integers(1, 7), min_size=1, max_size=12), max_rows=st.integers(1, 4))
-@on_loop
-async def test_every_request_gets_its_own_answer_once_and_in_order(answers: Answers, groups: list[int], max_rows: int) -> None:
-    backend = HeldBackend()
-    model = ahead_model(backend, max_rows=max_rows)
-    asked = 0
-    for group in groups:
-        for _ in range(group):
-            model.batcher.submit(answers.request(asked))
-            asked += 1
-        await turns()
-        model.batcher._free.latest_s = MIDDLING_S  # these batches are short
-    await answers.all(asked)
-    assert [answers.value(value) for value in range(asked)] == [value + 1 for value in range(asked)]
-    assert list(chain.from_iterable(backend.batches)) == list(range(asked))
-    await model.batcher.drain()
+def test_every_request_gets_its_own_answer_once_and_in_order(groups: list[int], max_rows: int) -> None:
+    async def main() -> None:
+        answers, backend = Answers(), HeldBackend()
+        model = ahead_model(answers, backend, max_rows=max_rows)
+        for number, group in enumerate(groups):
+            for value in range(group):
+                model.batcher.submit(answers.request(10 * number + value))
+            await turns()
+            model.batcher._free.latest_s = MIDDLING_S  # these batches are short
+        await answers.all(sum(groups))
+        values = [10 * number + value for number, group in enumerate(groups) for value in range(group)]
+        assert [answers.value(value) for value in values] == [value + 1 for value in values]
+        assert list(chain.from_iterable(backend.batches)) == values
+        await model.batcher.drain()
+
+    asyncio.run(main())
 
 
-@on_loop
 async def test_models_that_share_a_slot_take_turns(answers: Answers) -> None:
     slots = ComputeSlots(1)
     first, second = HeldBackend(held=True), HeldBackend()
@@ -199,8 +181,7 @@ async def test_models_that_share_a_slot_take_turns(answers: Answers) -> None:
     for model in (flood, guest):
         model.batcher.compete(slots)
     await hold_first(first, flood.batcher, answers)
-    for value in range(10):
-        flood.batcher.submit(answers.request(value))
+    answers.submit(flood, *range(10))
     asked = answers.request(50)
     before_it: list[int] = []
     answer = asked.done
@@ -223,7 +204,6 @@ async def test_models_that_share_a_slot_take_turns(answers: Answers) -> None:
     await asyncio.gather(flood.batcher.drain(), guest.batcher.drain())
 
 
-@on_loop
 async def test_a_cancelled_request_gives_its_turn_to_the_other_model(answers: Answers) -> None:
     slots = ComputeSlots(1)
     backends = [HeldBackend(held=True), HeldBackend(), HeldBackend()]
@@ -242,7 +222,6 @@ async def test_a_cancelled_request_gives_its_turn_to_the_other_model(answers: An
     await asyncio.gather(*(model.batcher.drain() for model in models))
 
 
-@on_loop
 async def test_models_on_the_cpu_compete_for_the_slots_of_the_server(answers: Answers) -> None:
     core = InferenceCore([])
     core.slots = ComputeSlots(1)

@@ -34,7 +34,7 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import Done
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.engine.scene import Answers, QuickBackend, on_loop
+from tests.serve.engine.scene import Answers, QuickBackend
 
 SHORT, LONG = SHORT_S / 2, SHORT_S * 2
 
@@ -141,7 +141,6 @@ def test_no_model_is_alone_soon_after_another(turns: list[tuple[str, float]]) ->
         latest[who] = now
 
 
-@on_loop
 async def test_short_batches_move_to_the_event_loop_and_are_answered_there(answers: Answers) -> None:
     backend = QuickBackend()
     model = answers.model(backend, max_rows=2)
@@ -162,7 +161,6 @@ async def test_short_batches_move_to_the_event_loop_and_are_answered_there(answe
     assert "negative values hurt" in str(answers.error(-1))
 
 
-@on_loop
 async def test_answers_come_in_order_when_batches_move_to_the_event_loop(answers: Answers) -> None:
     backend = QuickBackend()
     model = answers.model(backend, max_rows=2)
@@ -195,7 +193,6 @@ async def learned_short(backend: QuickBackend, model: Model, answers: Answers) -
     return asked
 
 
-@on_loop
 async def test_batches_of_many_bytes_run_on_a_thread(answers: Answers) -> None:
     backend = QuickBackend()
     model = answers.model(backend, max_rows=2)
@@ -230,7 +227,6 @@ class Middling(QuickBackend):
     ],
     ids=["alone", "in occupancy", "many requests", "large requests"],
 )
-@on_loop
 async def test_small_batches_of_a_lone_model_may_take_longer_on_the_loop(
     answers: Answers, occupancy: bool, requests: int, request_bytes: int, on_loop: bool
 ) -> None:
@@ -248,7 +244,6 @@ async def test_small_batches_of_a_lone_model_may_take_longer_on_the_loop(
 
 
 @pytest.mark.parametrize(("turn_s", "answered_at_once"), [(60.0, 30), (1e-9, 1)])
-@on_loop
 async def test_a_turn_of_the_loop_computes_for_a_bounded_time(
     answers: Answers, turn_s: float, answered_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +36,13 @@ def add(number: float) -> Compute:
 
 
 class StepBackend(FakeBackend):
-    """Computes with a function; nothing until `release` is set.
-
-    Attributes:
-        entered: set when a batch has reached the worker thread.
-        release: set it to let batches through.
-        batches: the inputs of each batch that was tried, in order.
-    """
+    """Computes with a function; nothing until `release` is set."""
 
     def __init__(self, compute: Compute, *, held: bool = False) -> None:
         self._compute = compute
-        self.entered = threading.Event()
-        self.release = threading.Event()
-        self.batches: list[Tensors] = []
+        self.entered = threading.Event()  # set when a batch has reached the worker thread
+        self.release = threading.Event()  # set it to let batches through
+        self.batches: list[Tensors] = []  # the inputs of each batch that was tried, in order
         if not held:
             self.release.set()
 
@@ -89,14 +83,12 @@ def model(
 
 
 def made(text: str, name: str = "pipe") -> Model:
-    """An ensemble that is not connected yet."""
     source = Path(name) / "config.pbtxt"
     declared = DeclaredConfig(message=text_format.Parse(text, ModelConfig()), source=source, says_batch_size=True)
     return load_ensemble(ModelFiles(name=name, version=1, model=source, config=declared), Defaults())
 
 
 def serve(core: InferenceCore, text: str, name: str = "pipe") -> Model:
-    """An ensemble in service."""
     served = made(text, name)
     assert isinstance(served.composition, EnsembleComposition)
     served.composition.connect(core)
@@ -104,25 +96,7 @@ def serve(core: InferenceCore, text: str, name: str = "pipe") -> Model:
     return served
 
 
-class ByHand:
-    """A scheduler whose requests the test answers: `submitted` holds them in order."""
-
-    def __init__(self) -> None:
-        self.submitted: list[InferRequest] = []
-
-    def submit(self, request: InferRequest) -> None:
-        self.submitted.append(request)
-
-    def cancel(self, request: InferRequest) -> None:
-        request.cancelled = True
-
-    async def drain(self) -> None:
-        """Nothing."""
-
-
 class Asked:
-    """A request and its result."""
-
     def __init__(self, core: InferenceCore, served: Model, inputs: Mapping[str, Any], **given: Any) -> None:
         """Submit it; `given` as InferRequest takes it."""
         self._result: asyncio.Future[Tensors | InferenceError] = asyncio.get_running_loop().create_future()
@@ -149,7 +123,6 @@ class Asked:
         return await asyncio.wait_for(self._result, WAIT_S)
 
     async def value(self, name: str = "out") -> Any:
-        """The output's elements as nested lists."""
         result = await self.result()
         assert not isinstance(result, InferenceError), result
         return result[name].tolist()
@@ -160,12 +133,6 @@ class Asked:
         return result
 
 
-def run(scene: Callable[[InferenceCore], Awaitable[None]], *models: Model) -> None:
-    """Play a scene on a core that serves these models."""
-
-    async def main() -> None:
-        core = InferenceCore(models)
-        await scene(core)
-        await asyncio.wait_for(core.drain(), WAIT_S)
-
-    asyncio.run(main())
+def have(core: InferenceCore, *models: Model) -> None:
+    for each in models:
+        core.replace(each.name, [each])

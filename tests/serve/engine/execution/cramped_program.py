@@ -12,9 +12,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from onnx import TensorProto, helper
 
-from tests.models import save_model
+from tests.models import save_text
 from tests.serve.conftest import load_repository
 from tests.serve.engine.precision_guard.guarded_models import ask_model
 from tests.serve.runtimes import RUNTIMES
@@ -24,14 +23,8 @@ WIDE, ROOM_BYTES, ROWS, BATCHES = 1 << 18, 300 << 20, 512, 3
 
 def save_wide(path: Path) -> None:
     """x FP32 [batch, 1] -> y FP32 [batch, 1]: the mean of WIDE copies of the cosine of x."""
-    shape: list[int | str] = ["batch", 1]
-    nodes = [
-        helper.make_node("MatMul", ["x", "ones"], ["wide"]),
-        helper.make_node("Cos", ["wide"], ["cosines"]),
-        helper.make_node("MatMul", ["cosines", "parts"], ["y"]),
-    ]
-    weights = {"ones": np.ones((1, WIDE), np.float32), "parts": np.full((WIDE, 1), 1 / WIDE, np.float32)}
-    save_model(path, nodes, [("x", TensorProto.FLOAT, shape)], [("y", TensorProto.FLOAT, shape)], weights)
+    text = "(float[n, 1] x) => (float[n, 1] y) { wide = MatMul(x, ones)  cosines = Cos(wide)  y = MatMul(cosines, parts) }"
+    save_text(path, text, ones=np.ones((1, WIDE), np.float32), parts=np.full((WIDE, 1), 1 / WIDE, np.float32))
 
 
 def leave_room() -> None:

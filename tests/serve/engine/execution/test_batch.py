@@ -30,20 +30,16 @@ from halfserve.serve.engine.execution.runners import run_requests
 from halfserve.serve.engine.requests import CUT_BYTES, Answer, BatchOutputs, InferRequest
 from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.tensors import Array, DeviceBytes, LateArray, LateInputs, RawInput, RawInputs, RawLayout, Tensors
-from tests.serve.engine.fakes import FakeBackend
+from tests.serve.engine.fakes import Computing, FakeBackend
 
 POISON = -1.0
 
 
 class Doubling(FakeBackend):
-    """Doubles x, after `check` has had a look at all rows.
-
-    Attributes:
-        runs: the rows of each run that was tried.
-    """
+    """Doubles x, after `check` has had a look at all rows."""
 
     def __init__(self, check: Callable[[Array], None] = lambda _: None) -> None:
-        self.runs: list[list[float]] = []
+        self.runs: list[list[float]] = []  # the rows of each run that was tried
         self._check = check
 
     def run(self, inputs: Tensors) -> Tensors:
@@ -167,13 +163,8 @@ def test_requests_that_may_be_joined_are_run_together() -> None:
 
 
 def test_a_model_that_loses_rows_answers_one_by_one() -> None:
-    class FirstRow(Doubling):
-        def run(self, inputs: Tensors) -> Tensors:
-            return {"y": super().run(inputs)["y"][:1]}
-
-    backend = FirstRow()
-    requests = requests_of([1.0, 2.0, 3.0])
-    assert list(outcomes(run_batch(backend, requests)).values()) == [2.0, 4.0, 6.0]
+    first_row = Computing(lambda inputs: {"y": inputs["x"][:1] * 2})
+    assert list(outcomes(run_batch(first_row, requests_of([1.0, 2.0, 3.0]))).values()) == [2.0, 4.0, 6.0]
 
 
 Make = Callable[[Array], Tensors]
@@ -337,13 +328,6 @@ def test_small_batches_become_bytes_once() -> None:
     assert batch.row_shapes == ((3,),)
 
 
-class Halving(FakeBackend):
-    """Halves x."""
-
-    def run(self, inputs: Tensors) -> Tensors:
-        return {"y": inputs["x"] / 2}
-
-
 def late(value: float | None) -> LateInputs:
     """One number, as many as were sent; None is one that turns out wrong."""
 
@@ -360,7 +344,7 @@ def test_late_inputs_are_computed_and_wrong_ones_fail_alone() -> None:
     requests = [InferRequest(x, ("y",), 1, (1,), None, lambda _: None) for x in inputs]
     answers: dict[int, Any] = {}
     failures = []
-    for result in run_batch(Halving(), requests):
+    for result in run_batch(Computing(lambda given: {"y": given["x"] / 2}), requests):
         if isinstance(result, Failed):
             failures.append(result)
         else:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -15,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from onnx import TensorProto, helper
 
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.backend import Backend, BackendView, DevicePlacement, Runtime
@@ -37,9 +37,9 @@ from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.trials.tried_version import TriedVersion
 from halfserve.serve.trials.warm_up import warm_up
-from tests.models import save_mlp, save_model, save_picky
+from tests.models import save_mlp, save_picky, save_text
 from tests.serve.engine.fakes import FakeBackend, HeldBackend
-from tests.serve.engine.scene import Answers, on_loop
+from tests.serve.engine.scene import Answers
 from tests.serve.engine.simulation import new_request, offer, queue, take
 from tests.serve.running_server import running_server
 
@@ -49,14 +49,20 @@ TWO, NONE = [1.0, 1, 0, 0], [0.0, 0, 0, 0]
 
 def save_detector(path: Path, rows: str = "n", found: str = "n") -> Path:
     """x FP32 [rows, 4] -> y INT64 [found, 2]: row and column of each element that is not 0."""
-    nodes = [helper.make_node("NonZero", ["x"], ["z"]), helper.make_node("Transpose", ["z"], ["y"], perm=[1, 0])]
-    return save_model(path, nodes, [("x", TensorProto.FLOAT, [rows, 4])], [("y", TensorProto.INT64, [found, 2])])
+    text = f"(float[{rows}, 4] x) => (int64[{found}, 2] y) {{ z = NonZero(x)  y = Transpose<perm = [1, 0]>(z) }}"
+    return save_text(path, text)
 
 
 def loaded(root: Path, config: str = WAITS, runtime: Runtime | None = None) -> Model:
     (root / "m" / "config.pbtxt").write_text(config)
     (files,) = find_models(root)
     return load_version(files, runtime or OnnxRuntime(), DevicePlacement(use_gpu=False, threads=1), Defaults())
+
+
+def backend_of(root: Path, save: Callable[[Path], Path], runtime: Runtime | None = None) -> Backend:
+    save(root / "m" / "1" / "model.onnx")
+    (backend,) = loaded(root, runtime=runtime).backends
+    return backend
 
 
 def request(row: list[float]) -> InferRequest:
@@ -74,8 +80,7 @@ def test_the_warm_up_shows_that_rows_are_not_rows(tmp_path: Path, caplog: pytest
 
 
 def test_requests_that_may_not_be_joined_get_their_own(tmp_path: Path, runtime: Runtime) -> None:
-    save_detector(tmp_path / "m" / "1" / "model.onnx")
-    (backend,) = loaded(tmp_path, runtime=runtime).backends
+    backend = backend_of(tmp_path, save_detector, runtime)
     invariance = BatchInvariance("m/1")
     run_batch(backend, [request(TWO)], invariance=invariance)
     results = run_batch(backend, [request(TWO), request(NONE), request([0, 0, 0, 1])], invariance=invariance)
@@ -84,8 +89,7 @@ def test_requests_that_may_not_be_joined_get_their_own(tmp_path: Path, runtime: 
 
 def test_findings_during_bisection_hold_for_the_rest_of_the_batch(tmp_path: Path) -> None:
     """The last two found two things in two rows, which could be cut."""
-    save_detector(tmp_path / "m" / "1" / "model.onnx")
-    (backend,) = loaded(tmp_path).backends
+    backend = backend_of(tmp_path, save_detector)
     rows = [TWO] * 4 + [[1.0, 0, 0, 1], NONE, TWO, TWO]
     results = run_batch(backend, [request(row) for row in rows], invariance=BatchInvariance("m/1"))
     answers = [answer["y"].tolist() for result in results if isinstance(result, Answered) for answer in result.answers]
@@ -93,8 +97,7 @@ def test_findings_during_bisection_hold_for_the_rest_of_the_batch(tmp_path: Path
 
 
 def test_a_batch_leaves_nothing_for_the_collector(tmp_path: Path) -> None:
-    save_detector(tmp_path / "m" / "1" / "model.onnx")
-    (backend,) = loaded(tmp_path).backends
+    backend = backend_of(tmp_path, save_detector)
     kept = weakref.ref(backend)
     gc.disable()
     try:
@@ -107,8 +110,7 @@ def test_a_batch_leaves_nothing_for_the_collector(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_requests_that_cannot_share_batches_are_not_padded(tmp_path: Path, known: bool) -> None:
-    save_detector(tmp_path / "m" / "1" / "model.onnx")
-    (backend,) = loaded(tmp_path).backends
+    backend = backend_of(tmp_path, save_detector)
     invariance = BatchInvariance("m/1")
     invariance.is_safe = not known
     results = run_batch(backend, [request(TWO)], padded_sizes=(4,), invariance=invariance)
@@ -119,8 +121,7 @@ def test_requests_that_cannot_share_batches_are_not_padded(tmp_path: Path, known
 @pytest.mark.parametrize("limit", [1, None])
 def test_a_batch_found_unsafe_in_pieces_is_computed_again(tmp_path: Path, limit: int | None) -> None:
     """Each piece counts its rows from 0."""
-    save_detector(tmp_path / "m" / "1" / "model.onnx")
-    (backend,) = loaded(tmp_path).backends
+    backend = backend_of(tmp_path, save_detector)
     memory = MemoryLimit("m/1", clock=lambda: 0.0)
     memory.rows = limit
     rows = np.array([TWO, TWO], np.float32)
@@ -193,12 +194,8 @@ def in_doubt() -> BatchInvariance:
     return invariance
 
 
-def softmax_over_rows(root: Path) -> Backend:
-    nodes = [helper.make_node("Softmax", ["x"], ["y"], axis=0)]
-    rows: list[int | str] = ["n", 4]
-    save_model(root / "m" / "1" / "model.onnx", nodes, [("x", TensorProto.FLOAT, rows)], [("y", TensorProto.FLOAT, rows)])
-    (backend,) = loaded(root).backends
-    return backend
+def save_softmax_over_rows(path: Path) -> Path:
+    return save_text(path, "(float[n, 4] x) => (float[n, 4] y) { y = Softmax<axis = 0>(x) }")
 
 
 def first_answers(results: list[Answered | Failed]) -> list[Any]:
@@ -209,11 +206,16 @@ def batches(results: list[Answered | Failed]) -> list[int]:
     return [len(result.requests) for result in results if isinstance(result, Answered)]
 
 
-def test_rows_that_depend_on_each_other_are_never_answered_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    backend, invariance = softmax_over_rows(tmp_path), in_doubt()
+@pytest.mark.parametrize(
+    ("rows", "padded_sizes"), [(ROWS, ()), (ROWS, (8,)), (ROWS[:1] * 2, ())], ids=["plain", "filled up", "all the same"]
+)
+def test_rows_that_depend_on_each_other_are_never_answered_together(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rows: list[list[float]], padded_sizes: tuple[int, ...]
+) -> None:
+    backend, invariance = backend_of(tmp_path, save_softmax_over_rows), in_doubt()
     for _ in range(3):
-        results = run_batch(backend, [request(row) for row in ROWS], invariance=invariance)
-        assert first_answers(results) == [[[1.0] * 4]] * 3
+        results = run_batch(backend, [request(row) for row in rows], padded_sizes=padded_sizes, invariance=invariance)
+        assert first_answers(results) == [[[1.0] * 4]] * len(rows)
     assert not invariance.is_safe
     (message,) = caplog.messages
     assert message.startswith(
@@ -221,20 +223,8 @@ def test_rows_that_depend_on_each_other_are_never_answered_together(tmp_path: Pa
     )
 
 
-def test_nor_are_they_filled_up(tmp_path: Path) -> None:
-    requests = [request(row) for row in ROWS]
-    results = run_batch(softmax_over_rows(tmp_path), requests, padded_sizes=(8,), invariance=in_doubt())
-    assert first_answers(results) == [[[1.0] * 4]] * 3
-
-
-def test_nor_are_rows_that_are_all_the_same(tmp_path: Path) -> None:
-    results = run_batch(softmax_over_rows(tmp_path), [request(ROWS[0])] * 2, invariance=in_doubt())
-    assert first_answers(results) == [[[1.0] * 4]] * 2
-
-
 def test_an_ordinary_model_is_looked_at_once(tmp_path: Path) -> None:
-    save_mlp(tmp_path / "m" / "1" / "model.onnx")
-    (backend,) = loaded(tmp_path).backends
+    backend = backend_of(tmp_path, save_mlp)
     invariance, counted = in_doubt(), _Counted(backend)
     requests = [request([float(column) for column in range(64)]), request([0.0] * 64)]
     assert batches(run_batch(counted, requests, invariance=invariance)) == [2]
@@ -244,8 +234,7 @@ def test_an_ordinary_model_is_looked_at_once(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_all_the_same_share_and_leave_the_doubt(tmp_path: Path) -> None:
-    save_mlp(tmp_path / "m" / "1" / "model.onnx")
-    (backend,) = loaded(tmp_path).backends
+    backend = backend_of(tmp_path, save_mlp)
     invariance, counted = in_doubt(), _Counted(backend)
     for _ in range(2):
         assert batches(run_batch(counted, [request([0.0] * 64) for _ in range(3)], invariance=invariance)) == [3]
@@ -254,8 +243,7 @@ def test_rows_that_are_all_the_same_share_and_leave_the_doubt(tmp_path: Path) ->
 
 
 def test_a_failing_request_decides_nothing_and_the_others_are_answered(tmp_path: Path) -> None:
-    save_picky(tmp_path / "m" / "1" / "model.onnx")
-    (backend,) = loaded(tmp_path).backends
+    backend = backend_of(tmp_path, save_picky)
     invariance = in_doubt()
     rows = [InferRequest({"i": np.array([[i]])}, ("y",), 1, (1,), None, lambda _: None) for i in (99, 0, 1)]
     bad, *good = run_batch(backend, rows, invariance=invariance)
@@ -266,7 +254,9 @@ def test_a_failing_request_decides_nothing_and_the_others_are_answered(tmp_path:
 
 
 def test_a_device_that_is_lost_in_a_look_is_not_asked_again(tmp_path: Path) -> None:
-    backend = _Counted(softmax_over_rows(tmp_path), fails=BackendError("CUDA failure 719: unspecified launch failure"))
+    backend = _Counted(
+        backend_of(tmp_path, save_softmax_over_rows), fails=BackendError("CUDA failure 719: unspecified launch failure")
+    )
     with pytest.raises(InstanceLostError):
         run_batch(backend, [request(row) for row in ROWS], invariance=in_doubt())
     assert backend.rows == [1]
@@ -300,7 +290,6 @@ def batcher_of(*backends: HeldBackend, invariance: BatchInvariance, max_delay_s:
     return Batcher(instances, BatchLimits(max_rows=8, max_delay_s=max_delay_s), Statistics())
 
 
-@on_loop
 async def test_every_copy_takes_one(answers: Answers) -> None:
     backends = [Finding(held=True), Finding(held=True)]
     invariance = BatchInvariance("m/1")
@@ -317,7 +306,6 @@ async def test_every_copy_takes_one(answers: Answers) -> None:
     await batcher.drain()
 
 
-@on_loop
 async def test_a_model_that_is_not_batch_invariant_does_not_delay_requests(answers: Answers) -> None:
     backend, invariance = Finding(), BatchInvariance("m/1")
     batcher = batcher_of(backend, invariance=invariance, max_delay_s=3600.0)

@@ -18,15 +18,14 @@ from halfserve.serve.engine.execution.instance import LOOKS
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.engine.fragile_copies import DOWN, WAIT_S, Fragile, Scene, Slow, on_loop
+from tests.serve.engine.fragile_copies import DOWN, WAIT_S, Copies, Fragile, Scene, Slow
 
 LIMIT_S = 0.5  # also for the batches of the copy that comes up then
 
 
-@on_loop
-async def test_a_batch_that_hangs_is_given_up_and_the_copy_reloaded() -> None:
+async def test_a_batch_that_hangs_is_given_up_and_the_copy_reloaded(copies: Copies) -> None:
     stuck, fresh = HeldBackend(held=True), HeldBackend()
-    scene = Scene([stuck], lambda: fresh, max_compute_s=LIMIT_S)
+    scene = copies([stuck], lambda: fresh, max_compute_s=LIMIT_S)
     assert await scene.ask(1, 2) == ["the model did not answer within its 0.5 s and is being restarted; try again later"] * 2
     await scene.up_again()
     # What the stuck thread still finds out is of no interest any more.
@@ -34,11 +33,10 @@ async def test_a_batch_that_hangs_is_given_up_and_the_copy_reloaded() -> None:
     assert await scene.ask(3) == [4]
     assert (stuck.batches in ([], [[1, 2]]), fresh.batches) == (True, [[3]])
     assert scene.statistics.totals.fail.count == 2
-    await scene.batcher.drain()
 
 
-@on_loop
 async def test_a_copy_that_hangs_comes_back_once_a_thread_can_be_started(
+    copies: Copies,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     starts = iter(["refused", "refused"])
@@ -50,7 +48,7 @@ async def test_a_copy_that_hangs_comes_back_once_a_thread_can_be_started(
             super().__init__(name)
 
     stuck, fresh = HeldBackend(held=True), HeldBackend()
-    scene = Scene([stuck], lambda: fresh, max_compute_s=LIMIT_S)
+    scene = copies([stuck], lambda: fresh, max_compute_s=LIMIT_S)
     monkeypatch.setattr("halfserve.serve.engine.execution.recovery.Worker", Scarce)
     assert await scene.ask(1) == ["the model did not answer within its 0.5 s and is being restarted; try again later"]
     await scene.up_again()
@@ -58,7 +56,6 @@ async def test_a_copy_that_hangs_comes_back_once_a_thread_can_be_started(
     assert await scene.ask(3) == [4]
     assert (next(starts, None), fresh.batches) == (None, [[3]])
     stuck.release.set()
-    await scene.batcher.drain()
 
 
 async def _one_behind(scene: Scene, entered: threading.Event) -> list[asyncio.Future[Tensors | InferenceError]]:
@@ -73,7 +70,6 @@ async def _one_behind(scene: Scene, entered: threading.Event) -> list[asyncio.Fu
     return [first, *behind]
 
 
-@on_loop
 async def test_the_batch_behind_one_that_hangs_is_computed_by_the_next_copy() -> None:
     stuck, fresh = HeldBackend(held=True), HeldBackend()
     scene = Scene([stuck], lambda: fresh, max_compute_s=LIMIT_S)
@@ -87,18 +83,15 @@ async def test_the_batch_behind_one_that_hangs_is_computed_by_the_next_copy() ->
     assert stuck.batches in ([], [[0]])
 
 
-@on_loop
-async def test_the_batch_behind_one_that_breaks_its_copy_is_not_tried_there() -> None:
-    broken, fresh = Slow(), Fragile()
-    broken._lost = True
-    scene = Scene([broken], lambda: fresh)
+async def test_the_batch_behind_one_that_breaks_its_copy_is_not_tried_there(copies: Copies) -> None:
+    broken, fresh = Slow(lost=True), Fragile()
+    scene = copies([broken], lambda: fresh)
     answers = await _one_behind(scene, broken.entered)
     broken.release.set()
     results = await asyncio.gather(*answers)
     assert [float(result["y"][0, 0]) for result in results if not isinstance(result, InferenceError)] == list(range(1, 10))
     assert broken.batches == [[0]]
     assert (scene.reloads, scene.statistics.totals.fail.count) == (1, 0)
-    await scene.batcher.drain()
 
 
 def test_a_model_that_is_unloaded_leaves_no_thread() -> None:
@@ -109,16 +102,14 @@ def test_a_model_that_is_unloaded_leaves_no_thread() -> None:
         await scene.ask(1)
         await scene.batcher.drain()
 
-    on_loop(test)()
+    asyncio.run(test())
     for thread in set(threading.enumerate()) - others:
         thread.join(WAIT_S)
         assert not thread.is_alive()
 
 
-@on_loop
 async def test_a_broken_model_that_is_unloaded_is_freed() -> None:
-    broken = Fragile()
-    broken._lost = True
+    broken = Fragile(lost=True)
     kept = weakref.ref(broken)
     scene = Scene([broken], Fragile, first_wait_s=3600.0)
     request = InferRequest({"x": np.ones((1, 1), np.float32)}, ("y",), 1, (1,), None, lambda _: None)
@@ -133,10 +124,9 @@ async def test_a_broken_model_that_is_unloaded_is_freed() -> None:
         await asyncio.sleep(0)
 
 
-@on_loop
-async def test_batches_within_their_time_are_let_be() -> None:
+async def test_batches_within_their_time_are_let_be(copies: Copies) -> None:
     backend = HeldBackend(held=True)
-    scene = Scene([backend], None, max_compute_s=3600.0)
+    scene = copies([backend], None, max_compute_s=3600.0)
     (instance,) = scene.instances
     for value in range(3):  # together they are looked at more often than one of them may be
         answer = scene.submit(value)
@@ -148,13 +138,11 @@ async def test_batches_within_their_time_are_let_be() -> None:
         assert not isinstance(await answer, InferenceError)
         backend.release.clear()
     assert (instance.fault, backend.batches) == (None, [[0], [1], [2]])
-    await scene.batcher.drain()
 
 
-@on_loop
-async def test_without_reload_a_copy_waits_until_its_thread_is_free() -> None:
+async def test_without_reload_a_copy_waits_until_its_thread_is_free(copies: Copies) -> None:
     stuck = HeldBackend(held=True)
-    scene = Scene([stuck], None, max_compute_s=LIMIT_S)
+    scene = copies([stuck], None, max_compute_s=LIMIT_S)
     (gave_up,) = await scene.ask(1)
     assert "did not answer" in str(gave_up)
     later = scene.submit(2)
@@ -162,11 +150,9 @@ async def test_without_reload_a_copy_waits_until_its_thread_is_free() -> None:
     stuck.release.set()
     assert not isinstance(await later, InferenceError)
     assert stuck.batches == [[1], [2]]
-    await scene.batcher.drain()
 
 
-@on_loop
-async def test_while_nothing_can_be_loaded_requests_fail_rather_than_wait() -> None:
+async def test_while_nothing_can_be_loaded_requests_fail_rather_than_wait(copies: Copies) -> None:
     tries = 0
 
     def refuse_twice() -> Backend:
@@ -176,18 +162,15 @@ async def test_while_nothing_can_be_loaded_requests_fail_rather_than_wait() -> N
             raise ModelLoadError("model.onnx: the device is busy\nand more")
         return Fragile()
 
-    broken = Fragile()
-    broken._lost = True
-    scene = Scene([broken], refuse_twice)
+    broken = Fragile(lost=True)
+    scene = copies([broken], refuse_twice)
     assert await scene.ask(1, 2) == [DOWN.format("is in 1 s")] * 2
     assert scene.instances[0].fault == "model.onnx: the device is busy"
     await scene.up_again()
     assert await scene.ask(3) == [4]
-    await scene.batcher.drain()
 
 
-@on_loop
-async def test_between_reload_attempts_requests_are_refused_with_the_next_time() -> None:
+async def test_between_reload_attempts_requests_are_refused_with_the_next_time(copies: Copies) -> None:
     tries, let_load = 0, threading.Event()
 
     def refuse_once() -> Backend:
@@ -199,9 +182,8 @@ async def test_between_reload_attempts_requests_are_refused_with_the_next_time()
         assert let_load.wait(WAIT_S)
         return Fragile()
 
-    broken = Fragile()
-    broken._lost = True
-    scene = Scene([broken], refuse_once)
+    broken = Fragile(lost=True)
+    scene = copies([broken], refuse_once)
     (instance,) = scene.instances
     assert await scene.ask(1) == [DOWN.format("is in 3600 s")]
     with pytest.raises(UnavailableError) as refused:
@@ -217,12 +199,10 @@ async def test_between_reload_attempts_requests_are_refused_with_the_next_time()
     let_load.set()
     await scene.up_again()
     assert await scene.ask(5) == [6]
-    await scene.batcher.drain()
 
 
-@on_loop
-async def test_each_further_fault_doubles_the_wait_until_a_batch_is_computed() -> None:
-    scene = Scene([Fragile()], Fragile)
+async def test_each_further_fault_doubles_the_wait_until_a_batch_is_computed(copies: Copies) -> None:
+    scene = copies([Fragile()], Fragile)
     (instance,) = scene.instances
     for times in (1, 2, 3):
         await scene.ask(-1)
@@ -230,10 +210,8 @@ async def test_each_further_fault_doubles_the_wait_until_a_batch_is_computed() -
     assert instance.recovery._wait_s == 0.001 * 2**6
     await scene.ask(1)
     assert instance.recovery._wait_s == 0.001
-    await scene.batcher.drain()
 
 
-@on_loop
 async def test_a_model_without_a_copy_that_is_up_is_not_ready() -> None:
     model = held_model(HeldBackend())
     ready = [model.is_ready]
@@ -242,9 +220,7 @@ async def test_a_model_without_a_copy_that_is_up_is_not_ready() -> None:
     await model.batcher.drain()
 
 
-@on_loop
-async def test_refusals_are_of_the_kind_that_clients_retry() -> None:
+async def test_refusals_are_of_the_kind_that_clients_retry(copies: Copies) -> None:
     broken = Fragile()
-    scene = Scene([broken], Fragile)
+    scene = copies([broken], Fragile)
     assert isinstance(await scene.submit(-1), UnavailableError)
-    await scene.batcher.drain()

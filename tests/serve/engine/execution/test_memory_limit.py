@@ -21,18 +21,10 @@ from tests.serve.runtimes import RUNTIMES
 
 
 class Cramped(FakeBackend):
-    """Doubles x, with memory for a number of rows.
-
-    Attributes:
-        room: rows that fit.
-        runs: rows of each run that was tried.
-        breaks: it computes nothing more once memory has run out.
-    """
-
     def __init__(self, room: int) -> None:
-        self.room = room
-        self.runs: list[int] = []
-        self.breaks = False
+        self.room = room  # rows that fit
+        self.runs: list[int] = []  # rows of each run that was tried
+        self.breaks = False  # it computes nothing more once memory has run out
         self._is_broken = False
 
     def run(self, inputs: Tensors) -> Tensors:

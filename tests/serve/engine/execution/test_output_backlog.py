@@ -9,19 +9,15 @@ import pytest
 
 from halfserve.serve.engine.execution.output_backlog import BACKLOG, LARGE_BYTES, MOST_BYTES, OutputBacklog
 from halfserve.serve.engine.tensors import Tensors
-from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, on_loop
+from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene
 
 
 class Wide(Fragile):
-    """Gives outputs of a number of bytes.
-
-    Attributes:
-        waited: for each batch, whether a thread has waited for the backlog before.
-    """
+    """Gives outputs of a number of bytes."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.waited: list[bool] = []
+        self.waited: list[bool] = []  # for each batch, whether a thread has waited for the backlog before
         self._size = size
 
     def run(self, inputs: Tensors) -> Tensors:
@@ -31,7 +27,6 @@ class Wide(Fragile):
 
 
 @pytest.mark.parametrize(("size", "expected"), [(LARGE_BYTES + 1, [False, True, True]), (LARGE_BYTES, [False] * 3)])
-@on_loop
 async def test_the_batch_after_one_with_large_outputs_waits(size: int, expected: list[bool]) -> None:
     backend = Wide(size)
     scene = Scene([backend], None)

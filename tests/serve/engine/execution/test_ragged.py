@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
-from onnx import TensorProto, helper
 
 from halfserve.protos.model_config_pb2 import BatchInput
 from halfserve.serve.engine.errors import ModelLoadError
@@ -21,15 +20,13 @@ from halfserve.serve.engine.repository.model_loading import started
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.results import Answered, Failed
-from halfserve.serve.engine.tensors import Array, Tensors
-from tests.models import save_model
+from halfserve.serve.engine.tensors import Tensors
+from tests.models import save_text
 from tests.serve.engine.fakes import FakeBackend
 from tests.serve.model_control.controlled import loader
 from tests.serve.running_server import running_server
 
 SHAPES = [(1, 2), (2, 3), (1, 1)]
-FLOAT, INT32, INT64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
-node = helper.make_node
 CONFIG = """
 max_batch_size: 16
 input [{ name: "VALUES" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true }]
@@ -46,32 +43,12 @@ def save_segment_sums(folder: Path, config: str = CONFIG) -> Path:
 
     A sum is the difference of the running sums at a request's bounds.
     """
-    weights: dict[str, Array] = {
-        "axis": np.array(0, np.int64),
-        "zero": np.zeros(1, np.float32),
-        "first": np.array([0], np.int64),
-        "one": np.array([1], np.int64),
-        "all": np.array([2**31 - 1], np.int64),
-        "last": np.array([-1], np.int64),
-        "column": np.array([1], np.int64),
-    }
-    nodes = [
-        node("CumSum", ["VALUES", "axis"], ["running"]),
-        node("Concat", ["zero", "running"], ["sums"], axis=0),
-        node("Gather", ["sums", "BOUNDS"], ["at"]),
-        node("Slice", ["at", "one", "all"], ["ends"]),
-        node("Slice", ["at", "first", "last"], ["starts"]),
-        node("Sub", ["ends", "starts"], ["flat"]),
-        node("Unsqueeze", ["flat", "column"], ["SUM"]),
-        node("Mul", ["VALUES", "VALUES"], ["SQUARES"]),
-    ]
-    save_model(
-        folder / "1" / "model.onnx",
-        nodes,
-        [("VALUES", FLOAT, ["elements"]), ("BOUNDS", INT32, ["bounds"])],
-        [("SUM", FLOAT, ["requests", 1]), ("SQUARES", FLOAT, ["elements"])],
-        weights,
-    )
+    text = """(float[elements] VALUES, int32[bounds] BOUNDS) => (float[requests, 1] SUM, float[elements] SQUARES) {
+        running = CumSum(VALUES, axis)  sums = Concat<axis = 0>(zero, running)  at = Gather(sums, BOUNDS)
+        ends = Slice(at, one, all)  starts = Slice(at, first, last)  flat = Sub(ends, starts)  SUM = Unsqueeze(flat, one)
+        SQUARES = Mul(VALUES, VALUES) }"""
+    indices = {"axis": np.array(0), "first": np.array([0]), "one": np.array([1]), "last": np.array([-1])}
+    save_text(folder / "1" / "model.onnx", text, zero=np.zeros(1, np.float32), all=np.array([2**31 - 1]), **indices)
     (folder / "config.pbtxt").write_text(config)
     return folder
 
@@ -183,8 +160,7 @@ def test_ragged_settings_that_contradict_each_other_are_errors(tmp_path: Path, o
 
 
 def test_a_model_that_takes_rows_is_no_ragged_model(tmp_path: Path) -> None:
-    shape: list[int | str] = ["batch", "length"]
-    save_model(tmp_path / "m" / "1" / "model.onnx", [node("Relu", ["x"], ["y"])], [("x", FLOAT, shape)], [("y", FLOAT, shape)])
+    save_text(tmp_path / "m" / "1" / "model.onnx", "(float[batch, n] x) => (float[batch, n] y) { y = Relu(x) }")
     config = 'max_batch_size: 4 input [{ name: "x" data_type: TYPE_FP32 dims: [-1] allow_ragged_batch: true }]'
     (tmp_path / "m" / "config.pbtxt").write_text(config)
     with pytest.raises(

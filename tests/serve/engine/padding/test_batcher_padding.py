@@ -24,13 +24,7 @@ DEVICE = [(rows, length, 0.01 + 1e-6 * rows * length) for rows in (1, 8) for len
 
 
 class Held:
-    """A batcher whose one instance computes nothing until it is released; it computes x + 1.
-
-    Attributes:
-        backend: of the instance.
-        batcher: the real one.
-        results: by the length of the request.
-    """
+    """A batcher whose one instance computes nothing until it is released; it computes x + 1."""
 
     def __init__(self) -> None:
         self.backend = HeldBackend(held=True)
@@ -38,7 +32,7 @@ class Held:
         instance = make_instance(self.backend, 0, Supervision(label="m/1", padding=padding))
         mixed = MixedLengths(padding, BatchCosts(DEVICE))
         self.batcher = Batcher([instance], BatchLimits(max_rows=8), Statistics(), mixed=mixed)
-        self.results: dict[int, Tensors | InferenceError] = {}
+        self.results: dict[int, Tensors | InferenceError] = {}  # by the length of the request
 
     def submit(self, length: int, value: float = 1.0, leave_by: float | None = None) -> InferRequest:
         x = np.full((1, length), value, np.float32)
@@ -67,64 +61,48 @@ class Held:
         return values
 
 
-def test_a_cancelled_request_leaves_the_others_their_batch() -> None:
-    async def main() -> Held:
-        held = Held()
-        await held.occupy()
-        held.submit(2)
-        gone = held.submit(5)
-        held.submit(3)
-        held.batcher.cancel(gone)
-        await held.finish()
-        return held
-
-    held = asyncio.run(main())
+async def test_a_cancelled_request_leaves_the_others_their_batch() -> None:
+    held = Held()
+    await held.occupy()
+    held.submit(2)
+    gone = held.submit(5)
+    held.submit(3)
+    held.batcher.cancel(gone)
+    await held.finish()
     assert sorted(held.results) == [1, 2, 3]
     assert [len(batch) for batch in held.backend.batches] == [1, 2]
     assert (held.values(2), held.values(3)) == ([[2, 2]], [[2, 2, 2]])
 
 
-def test_a_request_that_is_cancelled_while_it_is_computed_gets_no_answer() -> None:
-    async def main() -> Held:
-        held = Held()
-        gone = held.submit(4)
-        held.submit(2)
-        assert await asyncio.to_thread(held.backend.entered.wait, 20)
-        held.batcher.cancel(gone)
-        await held.finish()
-        return held
-
-    held = asyncio.run(main())
+async def test_a_request_that_is_cancelled_while_it_is_computed_gets_no_answer() -> None:
+    held = Held()
+    gone = held.submit(4)
+    held.submit(2)
+    assert await asyncio.to_thread(held.backend.entered.wait, 20)
+    held.batcher.cancel(gone)
+    await held.finish()
     assert list(held.results) == [2]
     assert held.values(2) == [[2, 2]]
     assert held.backend.batches == [[1, 1]]
 
 
-def test_a_late_request_is_not_computed_with_the_others() -> None:
-    async def main() -> Held:
-        held = Held()
-        await held.occupy()
-        held.submit(3, leave_by=0.0)
-        held.submit(2)
-        await held.finish()
-        return held
-
-    held = asyncio.run(main())
+async def test_a_late_request_is_not_computed_with_the_others() -> None:
+    held = Held()
+    await held.occupy()
+    held.submit(3, leave_by=0.0)
+    held.submit(2)
+    await held.finish()
     assert isinstance(held.results[3], DeadlineExceededError)
     assert held.values(2) == [[2, 2]]
     assert held.backend.batches == [[1], [1]]
 
 
-def test_a_request_that_fails_is_found_among_other_lengths() -> None:
-    async def main() -> Held:
-        held = Held()
-        await held.occupy()
-        held.submit(2)
-        held.submit(3, value=-1.0)
-        held.submit(4)
-        await held.finish()
-        return held
-
-    held = asyncio.run(main())
+async def test_a_request_that_fails_is_found_among_other_lengths() -> None:
+    held = Held()
+    await held.occupy()
+    held.submit(2)
+    held.submit(3, value=-1.0)
+    held.submit(4)
+    await held.finish()
     assert isinstance(held.results[3], BackendError)
     assert (held.values(2), held.values(4)) == ([[2, 2]], [[2, 2, 2, 2]])

@@ -51,27 +51,35 @@ def lengths_in(batch: Batch) -> list[int]:
     return [int(one.bucket[0]) for one in batch.requests]  # type: ignore[index]  # (a tuple of sizes)
 
 
-def test_short_texts_of_nearly_one_length_share_a_batch() -> None:
-    q = queue(mixed(measured(core)))
-    for at, length in enumerate((9, 7, 8)):
+@pytest.mark.parametrize(
+    ("of", "lengths", "batches"),
+    [
+        (lambda: mixed(measured(core)), [9, 7, 8], [[9, 7, 8]]),  # in order of arrival
+        (lambda: mixed(measured(core)), [5, 200, 6, 180], [[5, 6], [200], [180]]),
+        (lambda: mixed(measured(device)), [5, 200, 6, 180], [[5, 200, 6, 180]]),
+        (lambda: mixed(max_tokens=64), [20] * 9, [[20] * 3] * 3),
+        (lambda: mixed(max_tokens=64), [200], [[200]]),
+        (mixed, [5, 6, 5], [[5, 5], [6]]),
+        (lambda: mixed(buckets=(8, 16)), [5, 12, 6, 8], [[5, 6, 8], [12]]),
+        (
+            lambda: mixed(measured(device), longest=16, max_tokens=40),
+            [20, 12, 19, 20, 16, 20],
+            [[20, 20], [12, 16], [19], [20]],
+        ),
+    ],
+    ids=[
+        *("nearly one length", "short and long", "a device that is not filled"),
+        *("tokens of one length", "more tokens than allowed", "nothing measured", "buckets", "beyond the proved length"),
+    ],
+)
+def test_lengths_share_a_batch_where_that_pays(
+    of: Callable[[], MixedLengths], lengths: list[int], batches: list[list[int]]
+) -> None:
+    q = queue(of())
+    for at, length in enumerate(lengths):
         offer(q, request(length), at)
-    batch = take(q, 3)
-    assert lengths_in(batch) == [9, 7, 8], "in order of arrival"
-    assert (batch.rows, batch.bucket) == (3, (9,))
-
-
-def test_a_short_text_does_not_wait_for_a_long_one() -> None:
-    q = queue(mixed(measured(core)))
-    for at, length in enumerate((5, 200, 6, 180)):
-        offer(q, request(length), at)
-    assert [lengths_in(take(q, 4)) for _ in range(3)] == [[5, 6], [200], [180]]
-
-
-def test_a_device_that_is_not_filled_takes_all_lengths_at_once() -> None:
-    q = queue(mixed(measured(device)))
-    for at, length in enumerate((5, 200, 6, 180)):
-        offer(q, request(length), at)
-    assert lengths_in(take(q, 4)) == [5, 200, 6, 180]
+    assert [lengths_in(take(q, len(lengths))) for _ in batches] == batches
+    assert len(q) == 0
 
 
 def test_the_most_urgent_request_is_always_in_the_batch() -> None:
@@ -92,40 +100,6 @@ def test_a_batch_has_no_more_rows_and_tokens_than_allowed() -> None:
         assert batch.rows * max(lengths_in(batch)) <= 64
 
 
-def test_one_length_alone_is_bounded_by_tokens_too() -> None:
-    q = queue(mixed(max_tokens=64))
-    for at in range(9):
-        offer(q, request(20), at)
-    assert [take(q, 9).rows for _ in range(3)] == [3, 3, 3]
-
-
-def test_a_single_request_may_have_more_tokens_than_allowed() -> None:
-    q = queue(mixed(max_tokens=64))
-    offer(q, request(200), 0)
-    assert lengths_in(take(q, 1)) == [200]
-
-
-def test_without_measured_times_only_one_length_is_taken() -> None:
-    q = queue(mixed())
-    for at, length in enumerate((5, 6, 5)):
-        offer(q, request(length), at)
-    assert lengths_in(take(q, 3)) == [5, 5]
-
-
-def test_lengths_of_one_bucket_share_a_batch_without_measured_times() -> None:
-    q = queue(mixed(buckets=(8, 16)))
-    for at, length in enumerate((5, 12, 6, 8)):
-        offer(q, request(length), at)
-    assert [lengths_in(take(q, 4)) for _ in range(2)] == [[5, 6, 8], [12]]
-
-
-def test_lengths_beyond_the_proved_one_share_no_batch() -> None:
-    q = queue(mixed(measured(device), longest=16, max_tokens=40))
-    for at, length in enumerate((20, 12, 19, 20, 16, 20)):
-        offer(q, request(length), at)
-    assert [lengths_in(take(q, 6)) for _ in range(4)] == [[20, 20], [12, 16], [19], [20]], "max_tokens holds for them too"
-
-
 def test_a_deadline_that_the_shared_batch_would_miss_is_kept_alone() -> None:
     q = queue(mixed(measured(device)))
     offer(q, request(5, deadline=10.004), 10)
@@ -140,16 +114,6 @@ def test_less_urgent_requests_do_not_lengthen_an_urgent_batch() -> None:
     offer(q, request(6, priority=0), 1)
     offer(q, request(5, priority=0), 2)
     assert lengths_in(take(q, 3)) == [6, 5]
-
-
-def test_late_and_cancelled_requests_leave_without_being_computed() -> None:
-    q = queue(mixed(measured(device)))
-    late, gone, kept = request(5, leave_by=1.0), request(6), request(7)
-    for one in (late, gone, kept):
-        offer(q, one, 0)
-    assert q.waiting.remove(gone)
-    batch = take(q, 2)
-    assert (batch.late, batch.requests, len(q)) == ([late], [kept], 0)
 
 
 def test_after_rows_have_been_found_dependent_no_lengths_are_mixed() -> None:
@@ -200,7 +164,6 @@ class ClosedLoop:
     waits: list[float] = field(default_factory=list)
 
     def rate(self) -> float:
-        """Requests a second."""
         chance, q, now = random.Random(0), queue(self.of), 0.0  # noqa: S311  (a simulation, the same each time)
         for _ in range(self.in_flight):
             offer(q, request(self.lengths(chance)), now)

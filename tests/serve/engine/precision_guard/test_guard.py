@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from halfserve.protos.datatypes import BY_WIRE
+from halfserve.serve.engine.backend import Backend
 from halfserve.serve.engine.execution.batch import run_batch
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.precision_guard.guard import GuardPolicy, GuardVerdict, PrecisionGuard
@@ -22,8 +22,8 @@ from halfserve.serve.engine.precision_guard.twin import Fallback, Fp32Twin
 from halfserve.serve.engine.requests import InferRequest, RemarkedAnswer
 from halfserve.serve.engine.results import Answered, Failed
 from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
-from tests.serve.engine.fakes import FakeBackend
-from tests.serve.engine.precision_guard.guarded_models import ask_model, load, write_table, write_thousandfold
+from tests.serve.engine.fakes import Computing, FakeBackend
+from tests.serve.engine.precision_guard.guarded_models import load, write_table, write_thousandfold
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.runtimes import RUNTIMES
@@ -32,14 +32,10 @@ TWIN_VALUE = 7.0
 
 
 class Constant(FakeBackend):
-    """A twin that answers `value` in "y" and 3 in "n", `rows_each` per row; fails where x is 13.
-
-    Attributes:
-        rows: of each run.
-    """
+    """A twin that answers `value` in "y" and 3 in "n", `rows_each` per row; fails where x is 13."""
 
     def __init__(self, value: float = TWIN_VALUE, *, rows_each: int = 1) -> None:
-        self.rows: list[int] = []
+        self.rows: list[int] = []  # rows of each run
         self._value = value
         self._rows_each = rows_each
 
@@ -52,7 +48,7 @@ class Constant(FakeBackend):
         return {"y": np.full((rows, 2), self._value, np.float32), "n": np.full((rows, 1), 3, np.int64)}
 
 
-def guard_of(policy: GuardPolicy, twin: Constant | None = None, *, batched: bool = True) -> PrecisionGuard:
+def guard_of(policy: GuardPolicy, twin: Backend | None = None, *, batched: bool = True) -> PrecisionGuard:
     specs = [
         TensorSpec(name="y", datatype=BY_WIRE["FP16"], shape=(-1, 2)),
         TensorSpec(name="n", datatype=BY_WIRE["INT64"], shape=(-1, 1)),
@@ -102,18 +98,11 @@ def test_requests_with_bad_inputs_are_let_be_and_counted_apart() -> None:
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_a_request_alone_with_bad_inputs_is_let_be(batched: bool) -> None:
+@pytest.mark.parametrize("bad", [{"x": np.full((1, 1), np.nan)}, {"z": np.full((1, 1), np.inf)}], ids=["all", "one"])
+def test_a_request_alone_with_bad_inputs_is_let_be(batched: bool, bad: dict[str, Array]) -> None:
     requests, inputs, outputs = batch(1, bad=(0,))
-    inputs["x"][0] = np.nan
     guard = guard_of(GuardPolicy.REJECT, batched=batched)
-    assert guard.after(requests, inputs, outputs) is None
-    assert guard.counters().outputs["y"].from_inputs == 1
-
-
-def test_one_bad_input_is_enough_to_be_let_be() -> None:
-    requests, inputs, outputs = batch(1, bad=(0,))
-    guard = guard_of(GuardPolicy.REJECT)
-    assert guard.after(requests, {**inputs, "z": np.full((1, 1), np.inf, np.float16)}, outputs) is None
+    assert guard.after(requests, {**inputs, **bad}, outputs) is None
     assert guard.counters().outputs["y"].from_inputs == 1
 
 
@@ -145,23 +134,17 @@ def test_the_twin_answers_exactly_the_bad_requests_in_one_run() -> None:
 
 
 def test_each_request_gets_the_twins_answer_to_its_rows() -> None:
-    class Telling(Constant):
-        def run(self, inputs: Tensors) -> Tensors:
-            return {**super().run(inputs), "y": np.repeat(inputs["x"], 2, axis=1)}
-
+    telling = Computing(lambda inputs: {"y": np.repeat(inputs["x"], 2, axis=1), "n": inputs["x"].astype(np.int64)})
     requests, inputs, outputs = batch(2, 1, 3, 2, bad=(0, 4, 7))
     inputs["x"][:, 0] = np.arange(8) + 20
-    verdict = judged(guard_of(GuardPolicy.FALLBACK, Telling()), requests, inputs, outputs)
+    verdict = judged(guard_of(GuardPolicy.FALLBACK, telling), requests, inputs, outputs)
     assert verdict.outputs["y"][:, 0].tolist() == [20, 21, 1, 23, 24, 25, 26, 27]
 
 
 def test_a_request_that_is_rejected_has_no_other_end() -> None:
-    class Overflowing(Constant):
-        def run(self, inputs: Tensors) -> Tensors:
-            return {**super().run(inputs), "y": np.where(inputs["x"] == 2, np.inf, inputs["x"]).astype(np.float16)}
-
+    overflowing = Computing(lambda inputs: {"y": np.where(inputs["x"] == 2, np.inf, inputs["x"]).astype(np.float16)})
     requests = [InferRequest({"x": np.full((1, 2), x, np.float32)}, ("y",), 1, None, None, lambda _: None) for x in range(4)]
-    results = run_batch(Overflowing(), requests, guard_of(GuardPolicy.REJECT))
+    results = run_batch(overflowing, requests, guard_of(GuardPolicy.REJECT))
     failed, answered = results
     assert isinstance(failed, Failed)
     assert failed.request is requests[2]
@@ -178,18 +161,12 @@ def test_a_model_without_a_batch_dimension_is_answered_whole() -> None:
     assert verdict.outputs["y"].tolist() == [[7, 7]] * 2
 
 
-def test_a_request_computed_alone_is_judged_by_all_rows_that_it_gets() -> None:
+def test_a_request_computed_alone_has_all_rows_that_it_gets() -> None:
     (request,), inputs, _ = batch(1)
     _, _, outputs = batch(3, bad=(2,))  # as models answer that find boxes
-    verdict = judged(guard_of(GuardPolicy.REJECT), [request], inputs, outputs)
-    assert str(verdict.rejected[0]).startswith("output 'y' holds 1 of 6 values that are NaN or infinite")
-
-
-def test_a_request_computed_alone_gets_all_rows_of_the_twin() -> None:
-    (request,), inputs, _ = batch(1)
-    _, _, outputs = batch(3, bad=(2,))
-    twin = Constant(rows_each=3)
-    verdict = judged(guard_of(GuardPolicy.FALLBACK, twin), [request], inputs, outputs)
+    rejected = judged(guard_of(GuardPolicy.REJECT), [request], inputs, outputs).rejected
+    assert str(rejected[0]).startswith("output 'y' holds 1 of 6 values that are NaN or infinite")
+    verdict = judged(guard_of(GuardPolicy.FALLBACK, Constant(rows_each=3)), [request], inputs, outputs)
     assert (verdict.outputs["y"].tolist(), verdict.rejected) == ([[7, 7]] * 3, {})
 
 
@@ -209,11 +186,8 @@ def test_a_twin_that_fails_fails_the_bad_requests_alone() -> None:
 
 
 def test_a_twin_with_other_output_shapes_is_not_used() -> None:
-    class Narrow(Constant):
-        def run(self, inputs: Tensors) -> Tensors:
-            return {**super().run(inputs), "y": np.zeros((len(inputs["x"]), 1), np.float32)}
-
-    verdict = judged(guard_of(GuardPolicy.FALLBACK, Narrow()), *batch(1, bad=(0,)))
+    narrow = Computing(lambda inputs: {"y": np.zeros((1, 1), np.float32), "n": np.zeros((1, 1), np.int64)})
+    verdict = judged(guard_of(GuardPolicy.FALLBACK, narrow), *batch(1, bad=(0,)))
     assert str(verdict.rejected[0]).endswith("the fp32 twin answers with output 'y' of another shape, [1, 1]")
 
 
@@ -305,6 +279,12 @@ def test_falling_back_answers_in_fp32_and_says_so(server: RunningServer, client:
     assert bad.as_numpy("y").dtype == np.float16
     assert bad.get_response().parameters["halfserve.precision"].string_param == "fp32"
     assert counters(server, "fallback").fallbacks >= 1
+    guard = model_of(server, "fallback").guard
+    assert guard is not None
+    event = guard.recent_events()[0]
+    assert (event.model, event.kind) == ("fallback/1", "fallback")
+    assert event.text == "answered in fp32: output 'y' holds 1 of 2 values that are NaN or infinite"
+    assert event.time > 1.7e9
 
 
 def test_an_answer_in_fp32_may_be_wanted_as_classes(client: triton.InferenceServerClient) -> None:
@@ -332,18 +312,6 @@ def test_off_does_not_look(server: RunningServer, client: triton.InferenceServer
     assert ask(client, "off", rows(1)).as_numpy("y").ravel().tolist() == [np.inf]
 
 
-def test_only_the_bad_one_of_a_batch_is_touched(server: RunningServer, client: triton.InferenceServerClient) -> None:
-    model = model_of(server, "reject")
-
-    async def at_once() -> list[object]:
-        return list(await asyncio.gather(*(ask_model(model, rows(i)) for i in (0, 1, 0))))
-
-    first, second, third = server.run(at_once())
-    assert str(second).startswith("output 'y' holds 1 of 1 values")
-    assert (first, third) == ([5.0], [5.0])
-    assert model.statistics.totals.by_batch_size
-
-
 def test_infinite_inputs_may_give_infinite_outputs(server: RunningServer, client: triton.InferenceServerClient) -> None:
     x = np.array([[1, np.inf, 2, np.nan]], np.float16)
     before = counters(server, "wide_reject").outputs["y"]
@@ -364,16 +332,6 @@ def test_fp32_does_not_help_where_the_output_cannot_hold_the_number(client: trit
         InferenceServerException, match=r"in fp32 they are finite, but 1 of output 'y' are beyond float16's range"
     ):
         ask(client, "wide", np.array([[1, 100, 2, 3]], np.float16))
-
-
-def test_events_describe_what_happened(server: RunningServer, client: triton.InferenceServerClient) -> None:
-    ask(client, "fallback", rows(1))
-    guard = model_of(server, "fallback").guard
-    assert guard is not None
-    event = guard.recent_events()[0]
-    assert (event.model, event.kind) == ("fallback/1", "fallback")
-    assert event.text == "answered in fp32: output 'y' holds 1 of 1 values that are NaN or infinite"
-    assert event.time > 1.7e9
 
 
 def test_shadow_runs_measure_the_drift(server: RunningServer, client: triton.InferenceServerClient) -> None:

@@ -1,18 +1,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
 
 from halfserve.protos.certificates import certificate_sha256, named_entry
 from halfserve.serve.backends.openvino.fitness import computed_halves
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.precision_guard.tally import GuardCounters
-from tests.models import save_mlp, save_model, save_table
+from tests.models import save_mlp, save_table, save_text
 from tests.serve.engine.precision_guard.guarded_models import TWIN, config_text, load, write_table
 
 
@@ -27,22 +27,20 @@ def test_a_plain_model_file_is_counted_and_has_no_threshold(tmp_path: Path) -> N
     assert (loaded.policy, loaded.drift_threshold, list(loaded.outputs)) == ("count", None, ["y"])
 
 
-def test_fallback_without_a_twin_is_refused_and_told_how_to_make_one(tmp_path: Path) -> None:
-    write_table(tmp_path / "m", twin=False, precision_guard="fallback")
-    with pytest.raises(ModelLoadError, match=r"there is no .*1/fp32/model\.onnx; export again with --fp32-twin, or set"):
-        load(tmp_path)
-
-
-def test_fallback_with_a_broken_twin_is_refused(tmp_path: Path) -> None:
-    (write_table(tmp_path / "m", precision_guard="fallback") / TWIN).write_bytes(b"no model")
-    with pytest.raises(ModelLoadError, match="fp32/model.onnx"):
-        load(tmp_path)
-
-
-def test_a_twin_of_another_model_is_refused(tmp_path: Path) -> None:
-    folder = write_table(tmp_path / "m", precision_guard="fallback")
-    save_mlp(folder / TWIN)
-    with pytest.raises(ModelLoadError, match="is no fp32 twin of the model: its input 'i' is absent, the model's is INT64"):
+@pytest.mark.parametrize(
+    ("twin", "text"),
+    [
+        (None, r"there is no .*1/fp32/model\.onnx; export again with --fp32-twin, or set"),
+        (lambda path: path.write_bytes(b"no model"), "fp32/model.onnx"),
+        (save_mlp, "is no fp32 twin of the model: its input 'i' is absent, the model's is INT64"),
+    ],
+    ids=["none", "broken", "another model"],
+)
+def test_fallback_needs_a_twin(tmp_path: Path, twin: Callable[[Path], object] | None, text: str) -> None:
+    folder = write_table(tmp_path / "m", twin=twin is not None, precision_guard="fallback")
+    if twin is not None:
+        twin(folder / TWIN)
+    with pytest.raises(ModelLoadError, match=text):
         load(tmp_path)
 
 
@@ -62,35 +60,25 @@ def test_a_twin_that_changed_before_its_load_is_refused(tmp_path: Path) -> None:
         model.guard._shadow._twin.prepare()
 
 
-def test_no_shadow_rate_means_no_threshold(tmp_path: Path) -> None:
-    write_table(tmp_path / "m", shadow_rate="0")
-    assert counters(tmp_path).drift_threshold is None
-
-
 @pytest.mark.parametrize(
-    ("certificate", "expected"),
+    ("parameters", "certificate", "threshold"),
     [
-        ({"budget": {"max_scaled_error": 0.05}}, 0.05),
-        ({"budget": {"max_scaled_error": "none"}}, 0.01),
-        ({"budget": {}}, 0.01),
-        ([], 0.01),
+        ({}, {"budget": {"max_scaled_error": 0.05}}, 0.05),
+        ({}, {"budget": {"max_scaled_error": "none"}}, 0.01),
+        ({}, {"budget": {}}, 0.01),
+        ({}, [], 0.01),
+        ({"drift_threshold": "0.2"}, {"budget": {"max_scaled_error": 0.05}}, 0.2),
+        ({"shadow_rate": "0"}, {"budget": {"max_scaled_error": 0.05}}, None),
     ],
-    ids=["given", "not a number", "absent", "no certificate"],
+    ids=["the certificate's budget", "not a number", "absent", "no certificate", "the configuration's", "no shadow runs"],
 )
-def test_the_certificates_budget_is_the_threshold(tmp_path: Path, certificate: object, expected: float) -> None:
+def test_the_threshold_is_the_configurations_or_the_certificates(
+    tmp_path: Path, parameters: dict[str, str], certificate: object, threshold: float | None
+) -> None:
     folder = write_table(tmp_path / "m")
+    (folder / "config.pbtxt").write_text(config_text(**parameters))
     (folder / "1" / "certificate.json").write_text(json.dumps(certificate))
-    assert _guard_threshold(folder.parent) == expected
-
-
-def _guard_threshold(repository: Path) -> float | None:
-    return counters(repository).drift_threshold
-
-
-def test_a_threshold_in_the_configuration_counts_more(tmp_path: Path) -> None:
-    folder = write_table(tmp_path / "m", drift_threshold="0.2")
-    (folder / "1" / "certificate.json").write_text('{"budget": {"max_scaled_error": 0.05}}')
-    assert _guard_threshold(tmp_path) == 0.2
+    assert counters(tmp_path).drift_threshold == threshold
 
 
 @pytest.mark.parametrize("path", ["../2/model.onnx", "/etc/passwd", "fp32/../../x"])
@@ -165,19 +153,18 @@ def test_parameters_that_have_no_effect_are_named(
     assert caplog.messages == said
 
 
-def save_product(path: Path, number: int) -> None:
-    """x [batch, 4] -> y [batch, 4], both of the type `number`: the product with a diagonal matrix of 1000."""
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
-    weights = {"w": 1000 * np.eye(4, dtype=helper.tensor_dtype_to_np_dtype(number))}
-    save_model(path, nodes, [("x", number, ["batch", 4])], [("y", number, ["batch", 4])], weights)
+def save_product(path: Path, dtype: str) -> None:
+    """x [batch, 4] -> y [batch, 4], both of this type: the product with a diagonal matrix of 1000."""
+    text = f"({dtype}[batch, 4] x) => ({dtype}[batch, 4] y) {{ y = MatMul(x, w) }}"
+    save_text(path, text, w=1000 * np.eye(4, dtype=np.float32 if dtype == "float" else np.float16))
 
 
 @pytest.mark.skipif("bf16" not in computed_halves(), reason="the processor has no bf16 arithmetic")
 @pytest.mark.parametrize("way", ["hint", "verdict"])
 def test_the_twin_of_a_model_in_bf16_is_computed_in_float32(tmp_path: Path, way: str) -> None:
     folder = tmp_path / "m"
-    save_product(folder / "1" / "model.onnx", TensorProto.FLOAT if way == "hint" else TensorProto.FLOAT16)
-    save_product(folder / TWIN, TensorProto.FLOAT)
+    save_product(folder / "1" / "model.onnx", "float" if way == "hint" else "float16")
+    save_product(folder / TWIN, "float")
     if way == "hint":
         asked = 'backend: "openvino" parameters { key: "HINT_BF16" value { string_value: "YES" } }'
         (folder / "config.pbtxt").write_text(f"{config_text(shadow_rate='1')} {asked}")

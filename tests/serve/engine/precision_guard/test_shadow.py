@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +24,7 @@ from halfserve.serve.engine.precision_guard.tally import (
     LEAST_RUNS,
     WINDOW,
     Degradation,
+    Distance,
     GuardCounters,
     OutputTally,
     Tally,
@@ -33,48 +35,34 @@ from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Array, Tensors
 from tests.serve.engine.fakes import FakeBackend
 
-
-def test_equal_answers_have_no_distance() -> None:
-    reference = np.array([[1.0, 2.0], [4.0, -8.0]], np.float32)
-    distance = compare(reference.astype(np.float16), reference)
-    assert (distance.error, distance.scale, distance.rows, distance.agreeing) == (0.0, 8.0, 2, 2)
+CLASSES_ON_AXIS_1 = np.zeros((2, 3, 4, 5))
+CLASSES_ON_AXIS_1[:, 1] = 1
+NON_FINITE = [math.nan, math.inf, -math.inf, 2.0]
 
 
-def test_the_error_is_the_largest_and_the_argmax_is_compared_by_row() -> None:
-    answer = np.array([[1.0, 3.0], [5.0, 4.0]], np.float16)
-    reference = np.array([[2.0, 1.0], [5.0, 3.5]], np.float32)
-    distance = compare(answer, reference)
-    assert (distance.error, distance.scale, distance.rows, distance.agreeing) == (2.0, 5.0, 2, 1)
-
-
-def test_a_choice_that_fp16_cannot_tell_apart_agrees() -> None:
-    reference = np.array([[1.0, 1.0001]], np.float32)
-    assert compare(np.array([[1.0, 1.0]], np.float16), reference).agreeing == 1
-
-
-@pytest.mark.parametrize("shape", [(5,), (5, 1), (0, 3)])
-def test_where_there_is_nothing_to_choose_from_nothing_agrees(shape: tuple[int, ...]) -> None:
-    distance = compare(np.ones(shape, np.float16), np.ones(shape, np.float32))
-    assert (distance.rows, distance.agreeing) == (0, 0)
-
-
-def test_images_have_their_classes_on_axis_1() -> None:
-    reference = np.zeros((2, 3, 4, 5), np.float32)
-    reference[:, 1] = 1
-    distance = compare(reference.astype(np.float16), reference)
-    assert (distance.rows, distance.agreeing) == (40, 40)
-
-
-@pytest.mark.parametrize(("value", "expected"), [(np.nan, np.inf), (np.inf, np.inf), (7.0, 0.0)])
-def test_a_value_that_only_one_of_the_two_has_is_infinitely_far(value: float, expected: float) -> None:
-    reference = np.array([7.0, 1.0], np.float32)
-    assert compare(np.array([value, 1.0], np.float16), reference).error == expected
-
-
-def test_equal_non_finite_values_do_not_differ() -> None:
-    values = np.array([np.nan, np.inf, -np.inf, 2.0])
-    assert compare(values.astype(np.float16), values.astype(np.float32)).error == 0.0
-    assert compare(-values.astype(np.float16), values.astype(np.float32)).error == math.inf
+@pytest.mark.parametrize(
+    ("answer", "reference", "distance"),
+    [
+        ([[1, 2], [4, -8]], [[1, 2], [4, -8]], Distance(0, 8, 2, 2)),
+        ([[1, 3], [5, 4]], [[2, 1], [5, 3.5]], Distance(2, 5, 2, 1)),
+        ([[1, 1]], [[1, 1 + 2**-13]], Distance(2**-13, 1 + 2**-13, 1, 1)),
+        (np.ones(5), np.ones(5), Distance(0, 1, 0, 0)),
+        (np.ones((5, 1)), np.ones((5, 1)), Distance(0, 1, 0, 0)),
+        (np.ones((0, 3)), np.ones((0, 3)), Distance(0, 0, 0, 0)),
+        (CLASSES_ON_AXIS_1, CLASSES_ON_AXIS_1, Distance(0, 1, 40, 40)),
+        ([math.nan, 1], [7, 1], Distance(math.inf, 7, 0, 0)),
+        ([math.inf, 1], [7, 1], Distance(math.inf, 7, 0, 0)),
+        (NON_FINITE, NON_FINITE, Distance(0, 2, 0, 0)),
+        (np.negative(NON_FINITE), NON_FINITE, Distance(math.inf, 2, 0, 0)),
+    ],
+    ids=[
+        *("equal", "largest error and choice by row", "a choice that fp16 cannot tell apart"),
+        *("no row", "one class", "no element", "classes on axis 1"),
+        *("NaN alone", "infinite alone", "equal and not finite", "other signs"),
+    ],
+)
+def test_answers_are_compared_by_value_and_choice(answer: Any, reference: Any, distance: Distance) -> None:
+    assert compare(np.array(answer, np.float16), np.array(reference, np.float32)) == distance
 
 
 def test_integers_agree_or_not() -> None:
@@ -160,17 +148,12 @@ WAIT_S = 60.0
 
 
 class Doubling(FakeBackend):
-    """A twin that doubles x, and can be held; signals each run.
-
-    Attributes:
-        release: computes nothing until it is set.
-        entered: counts the runs that began.
-    """
+    """A twin that doubles x, and can be held; signals each run."""
 
     def __init__(self) -> None:
-        self.release = threading.Event()
+        self.release = threading.Event()  # computes nothing until it is set
         self.release.set()
-        self.entered = threading.Semaphore(0)
+        self.entered = threading.Semaphore(0)  # counts the runs that began
         self.seen: list[list[float]] = []
 
     def run(self, inputs: Tensors) -> Tensors:

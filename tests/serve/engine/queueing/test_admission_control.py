@@ -17,7 +17,7 @@ from halfserve.serve.engine.queueing.pace import CONFIDENT, BatchLimits, Pace
 from halfserve.serve.engine.queueing.waiting_requests import FullError
 from halfserve.serve.engine.requests import InferRequest
 from tests.serve.engine.fakes import HeldBackend
-from tests.serve.engine.scene import Answers, hold_first, on_loop
+from tests.serve.engine.scene import Answers, hold_first
 from tests.serve.engine.simulation import Client, Simulation, goodput, linear, percentile, poisson
 
 BATCH_S = 0.1
@@ -252,7 +252,6 @@ def test_each_request_gets_one_answer_within_its_bound(
         assert instances > 1 or same == sorted(same), "in order of arrival"
 
 
-@on_loop
 async def test_a_full_queue_refuses_with_a_hint(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = answers.model(backend, max_waiting=2)
@@ -266,7 +265,6 @@ async def test_a_full_queue_refuses_with_a_hint(answers: Answers) -> None:
     await answers.all(3)
 
 
-@on_loop
 async def test_requests_that_wait_in_vain_make_room_in_a_full_queue(answers: Answers) -> None:
     backend = HeldBackend(held=True)
     model = answers.model(backend, max_waiting=2)
@@ -283,7 +281,6 @@ async def test_requests_that_wait_in_vain_make_room_in_a_full_queue(answers: Ans
     await answers.all(4)
 
 
-@on_loop
 async def test_requests_beyond_the_latency_target_are_refused_on_arrival(answers: Answers) -> None:
     backend = HeldBackend()
     model = answers.model(backend, max_rows=1, latency_target_s=30.0)

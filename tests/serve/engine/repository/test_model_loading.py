@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.onnx_preparation import UPCAST, retype
@@ -16,7 +15,7 @@ from halfserve.serve.engine.config.model_config import Defaults, config_from_jso
 from halfserve.serve.engine.errors import BackendError, ModelLoadError
 from halfserve.serve.engine.repository.model_loading import load_model
 from halfserve.serve.engine.repository.model_repository import find_model, find_models
-from tests.models import save_mlp, save_model
+from tests.models import save_mlp, save_text
 from tests.serve.engine.model_folders import load, write_versions
 
 
@@ -145,15 +144,10 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 def write(root: Path, config: str) -> Path:
     """x [batch, 3] -> total, which has no rows; root and twice, which have."""
-    nodes = [
-        helper.make_node("Add", ["x", "x"], ["twice"]),
-        helper.make_node("Sqrt", ["x"], ["root"]),
-        helper.make_node("ReduceSum", ["x"], ["total"], keepdims=0),
-    ]
-    rows: list[int | str] = ["batch", 3]
-    fp32 = TensorProto.FLOAT
-    for path in (root / "m" / "1" / "model.onnx", root / "m" / "1" / "fp32" / "model.onnx"):
-        save_model(path, nodes, [("x", fp32, rows)], [("total", fp32, []), ("root", fp32, rows), ("twice", fp32, rows)])
+    text = """(float[batch, 3] x) => (float total, float[batch, 3] root, float[batch, 3] twice) {
+        twice = Add(x, x)  root = Sqrt(x)  total = ReduceSum<keepdims = 0>(x) }"""
+    for folder in (root / "m" / "1", root / "m" / "1" / "fp32"):
+        save_text(folder / "model.onnx", text)
     (root / "m" / "config.pbtxt").write_text(config)
     return root
 

@@ -1,7 +1,8 @@
-"""One malformed message, and the check of its answer."""
+"""One malformed message, the check of its answer, and counts of right and wrong answers by kind."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,8 +12,7 @@ from google.protobuf.message import DecodeError
 from halfserve.protos.inference_pb2 import ModelInferResponse
 from halfserve.serve.benchmark.load.calls import framed
 from tests.serve.faults.exchange import INFER_PATH, Answer, Headers, call_headers, messages_in
-from tests.serve.faults.malforming.oracle import Due, due
-from tests.serve.faults.malforming.tensor_bytes import is_same
+from tests.serve.faults.malforming.oracle import Due, due, is_same
 
 Check = Callable[[Answer], str]
 INFER_HEADERS = call_headers(INFER_PATH)
@@ -21,23 +21,12 @@ SHOWN_BYTES = 4096
 
 @dataclass(frozen=True)
 class Case:
-    """A call.
-
-    Attributes:
-        kind: kind under which it is counted.
-        data: all bytes to send, including gRPC prefixes.
-        check: returns the fault of an answer; "" if it is right.
-        headers: headers of the call.
-        end: whether the client ends its side; otherwise it stays silent, as if more data were to come.
-        messages: number of messages that it counts as.
-    """
-
     kind: str
-    data: bytes
-    check: Check
+    data: bytes  # all bytes to send, including gRPC prefixes
+    check: Check  # returns the fault of an answer; "" if it is right
     headers: Headers = field(default=tuple(INFER_HEADERS))
-    end: bool = True
-    messages: int = 1
+    end: bool = True  # whether the client ends its side; otherwise it stays silent, as if more data were to come
+    messages: int = 1  # number of messages that it counts as
 
     def complaint(self, answer: Answer) -> str:
         """The fault of an answer, with the sent bytes in hexadecimal; "" if the answer is right."""
@@ -119,3 +108,32 @@ def _response_complaint(given: Due, message: bytes) -> str:
 
 def _listed(codes: frozenset[int]) -> str:
     return " or ".join(map(str, sorted(codes)))
+
+
+LISTED = 3  # complaints that are kept for each kind
+
+
+@dataclass
+class Counts:
+    right: Counter[str] = field(default_factory=Counter)  # messages with the right answer, by kind
+    wrong: Counter[str] = field(default_factory=Counter)  # messages with a wrong answer, by kind
+    statuses: Counter[str] = field(default_factory=Counter)  # calls by final status: gRPC's number, or HTTP's if there was none
+    complaints: list[str] = field(default_factory=list)  # descriptions of the first few faults of each kind
+    _listed: Counter[str] = field(default_factory=Counter)
+
+    def take(self, kind: str, complaint: str, messages: int = 1) -> None:
+        if not complaint:
+            self.right[kind] += messages
+            return
+        self.wrong[kind] += messages
+        self._listed[kind] += 1
+        if self._listed[kind] <= LISTED:
+            self.complaints.append(f"{kind}: {complaint}")
+
+    @property
+    def total(self) -> int:
+        return self.right.total() + self.wrong.total()
+
+    def by_kind(self) -> dict[str, list[int]]:
+        """[right, wrong] of each kind."""
+        return {kind: [self.right[kind], self.wrong[kind]] for kind in sorted(self.right.keys() | self.wrong.keys())}

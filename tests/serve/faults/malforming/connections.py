@@ -9,8 +9,9 @@ from __future__ import annotations
 import random
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.harness.http2_frames import (
     DATA,
@@ -37,13 +38,11 @@ class Fault:
     """Bytes of a client that break a rule.
 
     Attributes:
-        kind: kind under which it is counted.
-        data: all bytes from the connection's start.
         codes: error codes that the server may send in GOAWAY or RST_STREAM; CLOSED if it may just close the connection.
     """
 
     kind: str
-    data: bytes
+    data: bytes  # all bytes from the connection's start
     codes: frozenset[int]
 
     def complaint(self, address: str) -> str:
@@ -65,7 +64,6 @@ def _fault(kind: str, data: bytes, *codes: int) -> Fault:
 
 
 def no_preface(chance: random.Random) -> Fault:
-    """Other bytes than the HTTP/2 preface."""
     data = chance.choice(
         [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", chance.randbytes(64), PREFACE[:-1] + b"X", b"\x16\x03\x01" + bytes(200)]
     )
@@ -86,67 +84,8 @@ def too_large(chance: random.Random) -> Fault:
     return _fault("frame too large", frame(HEADERS, END_HEADERS, 1, call_block()) + head + bytes(64), FRAME_SIZE_ERROR)
 
 
-def wrong_stream(chance: random.Random) -> Fault:
-    """Frames on streams where they are not allowed."""
-    data = chance.choice(
-        [
-            frame(DATA, 0, 0, b"x"),
-            frame(DATA, 0, 5, b"x"),
-            frame(HEADERS, END_HEADERS, 0, call_block()),
-            frame(HEADERS, END_HEADERS, 2, call_block()),
-            frame(SETTINGS, 0, 1, b""),
-            frame(PING, 0, 3, bytes(8)),
-            frame(RST_STREAM, 0, 9, bytes(4)),
-            frame(PUSH_PROMISE, END_HEADERS, 1, bytes(4) + call_block()),
-        ]
-    )
-    return _fault("wrong stream", data, STREAM_CLOSED)
-
-
-def wrong_value(chance: random.Random) -> Fault:
-    """Settings and windows out of range, and an acknowledgement with a payload."""
-    data = chance.choice(
-        [
-            frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 2**31)),
-            frame(SETTINGS, 0, 0, struct.pack(">HI", 5, 100)),
-            frame(SETTINGS, 0, 0, struct.pack(">HI", 2, 2)),
-            frame(SETTINGS, ACK, 0, bytes(6)),
-            frame(WINDOW_UPDATE, 0, 0, bytes(4)),
-            frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 2**31 - 1)),
-        ]
-    )
-    return _fault("wrong values", data, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR)
-
-
-def broken_headers(chance: random.Random) -> Fault:
-    """Header blocks that do not decompress, or are interrupted."""
-    data = chance.choice(
-        [
-            frame(HEADERS, END_HEADERS, 1, b"\xff\xff\xff\xff\xff\xff"),
-            frame(HEADERS, END_HEADERS, 1, b"\xbe" + call_block()),
-            frame(HEADERS, END_HEADERS, 1, call_block()[:-3]),
-            frame(CONTINUATION, END_HEADERS, 1, call_block()),
-            frame(HEADERS, 0, 1, call_block()) + frame(PING, 0, 0, bytes(8)),
-            frame(HEADERS, 0, 1, call_block()) + frame(HEADERS, END_HEADERS, 3, call_block()),
-        ]
-    )
-    return _fault("header blocks", data, COMPRESSION_ERROR)
-
-
-def forbidden_headers(chance: random.Random) -> Fault:
-    """Requests with forbidden headers, or without required ones."""
-    data = chance.choice(
-        [
-            call_block() + _literal(b"Upper", b"x"),
-            call_block() + _literal(b":path", b"/late"),
-            call_block() + _literal(b"connection", b"close"),
-            call_block() + _literal(b"a\nb", b"x"),
-            call_block() + _literal(b":status", b"200"),
-            _literal(b":method", b"POST") + _literal(b":scheme", b"http"),
-            call_block() + _literal(b"content-length", b"nine"),
-        ]
-    )
-    return _fault("forbidden headers", frame(HEADERS, END_HEADERS | 1, 1, data))
+def chosen(kind: str, codes: Sequence[int], bytes_of_client: Sequence[bytes], chance: random.Random) -> Fault:
+    return _fault(kind, chance.choice(bytes_of_client), *codes)
 
 
 def header_flood(chance: random.Random) -> Fault:
@@ -192,13 +131,65 @@ def _verdict(connection: socket.socket) -> int:
                 return int.from_bytes(payload[:4], "big")
 
 
+OPEN, BLOCK = END_HEADERS | 1, call_block()
+# Kinds of faults, the allowed codes, and what breaks the rule.
+FAULTS: tuple[tuple[str, Sequence[int], Sequence[bytes]], ...] = (
+    (
+        "wrong stream",  # frames on streams where they are not allowed
+        [STREAM_CLOSED],
+        [
+            frame(DATA, 0, 0, b"x"),
+            frame(DATA, 0, 5, b"x"),
+            frame(HEADERS, END_HEADERS, 0, BLOCK),
+            frame(HEADERS, END_HEADERS, 2, BLOCK),
+            frame(SETTINGS, 0, 1, b""),
+            frame(PING, 0, 3, bytes(8)),
+            frame(RST_STREAM, 0, 9, bytes(4)),
+            frame(PUSH_PROMISE, END_HEADERS, 1, bytes(4) + BLOCK),
+        ],
+    ),
+    (
+        "wrong values",  # settings and windows out of range, and an acknowledgement with a payload
+        [FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR],
+        [
+            frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 2**31)),
+            frame(SETTINGS, 0, 0, struct.pack(">HI", 5, 100)),
+            frame(SETTINGS, 0, 0, struct.pack(">HI", 2, 2)),
+            frame(SETTINGS, ACK, 0, bytes(6)),
+            frame(WINDOW_UPDATE, 0, 0, bytes(4)),
+            frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 2**31 - 1)),
+        ],
+    ),
+    (
+        "header blocks",  # that do not decompress, or are interrupted
+        [COMPRESSION_ERROR],
+        [
+            frame(HEADERS, END_HEADERS, 1, b"\xff\xff\xff\xff\xff\xff"),
+            frame(HEADERS, END_HEADERS, 1, b"\xbe" + BLOCK),
+            frame(HEADERS, END_HEADERS, 1, BLOCK[:-3]),
+            frame(CONTINUATION, END_HEADERS, 1, BLOCK),
+            frame(HEADERS, 0, 1, BLOCK) + frame(PING, 0, 0, bytes(8)),
+            frame(HEADERS, 0, 1, BLOCK) + frame(HEADERS, END_HEADERS, 3, BLOCK),
+        ],
+    ),
+    (
+        "forbidden headers",  # or without required ones
+        [],
+        [
+            frame(HEADERS, OPEN, 1, headers)
+            for headers in (
+                BLOCK + _literal(b"Upper", b"x"),
+                BLOCK + _literal(b":path", b"/late"),
+                BLOCK + _literal(b"connection", b"close"),
+                BLOCK + _literal(b"a\nb", b"x"),
+                BLOCK + _literal(b":status", b"200"),
+                _literal(b":method", b"POST") + _literal(b":scheme", b"http"),
+                BLOCK + _literal(b"content-length", b"nine"),
+            )
+        ],
+    ),
+)
 MAKERS: tuple[Callable[[random.Random], Fault], ...] = (
-    no_preface,
-    wrong_size,
-    too_large,
-    wrong_stream,
-    wrong_value,
-    broken_headers,
-    forbidden_headers,
-    header_flood,
+    *(no_preface, wrong_size, too_large, header_flood),
+    *(partial(chosen, *fault) for fault in FAULTS),
 )

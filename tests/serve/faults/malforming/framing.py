@@ -13,7 +13,7 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.benchmark.load.calls import framed
 from tests.serve.faults.exchange import INFER_PATH, Headers, call_headers
 from tests.serve.faults.malforming.case import INFER_HEADERS, Case, infer_case, refused, turned_away
-from tests.serve.faults.malforming.good_requests import good_request
+from tests.serve.faults.malforming.interfaces import good_request
 
 Random = random.Random
 OK, INVALID, NOT_FOUND, EXHAUSTED, UNSUPPORTED, INTERNAL = 0, 3, 5, 8, 12, 13
@@ -45,7 +45,6 @@ def second_message(chance: Random) -> Case:
 
 
 def no_message(_: Random) -> Case:
-    """A call that ends without a message."""
     return refused("no message", b"", INVALID)
 
 
@@ -78,13 +77,11 @@ def bad_compression(chance: Random) -> Case:
 
 
 def bad_timeout(chance: Random) -> Case:
-    """An invalid grpc-timeout."""
     headers = call_headers(INFER_PATH, (b"grpc-timeout", chance.choice(TIMEOUTS)))
     return refused("bad timeout", framed(good_request(chance).SerializeToString()), INVALID, headers=headers)
 
 
 def no_method(chance: Random) -> Case:
-    """A path without a method."""
     headers = call_headers(chance.choice(PATHS))
     return refused("no method", framed(chance.randbytes(chance.randrange(40))), UNSUPPORTED, headers=headers)
 
@@ -127,7 +124,6 @@ def _codes(kind: type[Message], data: bytes) -> Sequence[int]:
 
 
 def _gzipped(message: bytes) -> bytes:
-    """Compress with reproducible output."""
     return gzip.compress(message, 1, mtime=0)
 
 

@@ -1,7 +1,8 @@
-"""The models that malformed messages are sent to, with their inputs, outputs and answers."""
+"""The models that malformed messages are sent to, with their inputs, outputs and answers, and valid requests for them."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+
+from halfserve.protos.inference_pb2 import ModelInferRequest
 
 Array = np.ndarray[Any, Any]
 Answers = Callable[[Mapping[str, Array]], dict[str, Array]]
@@ -28,13 +31,11 @@ class Interface:
 
     Attributes:
         inputs: (datatype, shape) by name; the first dimension is the batch, -1 takes any size.
-        outputs: datatypes by name, in the model's order.
-        answer: computes the outputs for valid inputs.
     """
 
     inputs: Mapping[str, tuple[str, tuple[int, ...]]]
-    outputs: Mapping[str, str]
-    answer: Answers
+    outputs: Mapping[str, str]  # datatypes by name, in the model's order
+    answer: Answers  # computes the outputs for valid inputs
 
 
 def _affine(x: Mapping[str, Array]) -> dict[str, Array]:
@@ -81,3 +82,31 @@ def save_interfaces(repository: Path) -> None:
 def _value(model: str, name: str, wire: str, shape: tuple[int, ...]) -> onnx.ValueInfoProto:
     sizes = ["batch" if place == 0 else f"{model}_{place}" if size < 0 else size for place, size in enumerate(shape)]
     return helper.make_tensor_value_info(name, ONNX_TYPES[wire], sizes)
+
+
+def seeded(seed: int) -> random.Random:
+    """A generator that makes the same choices for the same seed."""
+    return random.Random(seed)  # noqa: S311  (what is tested with need not be hard to guess)
+
+
+def good_request(chance: random.Random) -> ModelInferRequest:
+    name = chance.choice(list(INTERFACES))
+    rows = chance.randint(1, MAX_BATCH)
+    request = ModelInferRequest(model_name=name, id=chance.choice(["", "17", "request-\u00e9"]))
+    if chance.random() < 0.3:
+        request.model_version = "1"
+    if name == "mixed":
+        columns = chance.randint(0, 4)
+        request.inputs.add(name="flag", datatype="BOOL", shape=[rows, 2])
+        request.inputs.add(name="number", datatype="INT32", shape=[rows, columns])
+        request.inputs.add(name="text", datatype="BYTES", shape=[rows, 1])
+        texts = [b"x" * chance.randint(0, 5) for _ in range(rows)]
+        packed = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+        request.raw_input_contents.extend([chance.randbytes(2 * rows), chance.randbytes(4 * rows * columns), packed])
+        return request
+    columns = 8 if name == "affine" else chance.choice([1, 3, 64])
+    request.inputs.add(name="x", datatype="FP16", shape=[rows, columns])
+    request.raw_input_contents.append(chance.randbytes(2 * rows * columns))
+    if chance.random() < 0.2:
+        request.outputs.add(name="y")
+    return request

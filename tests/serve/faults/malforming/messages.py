@@ -9,8 +9,7 @@ from typing import Any
 from halfserve.files.varint import encoded_varint
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from tests.serve.faults.malforming.case import Case, infer_case
-from tests.serve.faults.malforming.good_requests import good_request
-from tests.serve.faults.malforming.interfaces import MAX_BATCH
+from tests.serve.faults.malforming.interfaces import MAX_BATCH, good_request
 
 Random = random.Random
 MAX_CHANGES = 8
@@ -32,7 +31,6 @@ SIZES = (-(2**63), -1, 0, 1, 7, MAX_BATCH + 1, 2**31, 2**62, 2**63 - 1)
 
 
 def changed_bytes(chance: Random) -> bytes:
-    """Change a few bytes."""
     data = bytearray(good_request(chance).SerializeToString())
     # The first fields determine the message; most bytes after them are tensors.
     reach = len(data) if chance.random() < 0.3 else min(len(data), 48)
@@ -42,20 +40,17 @@ def changed_bytes(chance: Random) -> bytes:
 
 
 def cut_off(chance: Random) -> bytes:
-    """Cut off the end."""
     data = good_request(chance).SerializeToString()
     return data[: chance.randrange(len(data))]
 
 
 def spliced(chance: Random) -> bytes:
-    """Rearrange, repeat or omit pieces of messages."""
     first, second = (good_request(chance).SerializeToString() for _ in range(2))
     cut, begin = chance.randrange(len(first)), chance.randrange(len(second))
     return chance.choice([first + second, first[:cut] + second[begin:], first + second[begin:], first[:cut] + first])
 
 
 def random_bytes(chance: Random) -> bytes:
-    """Random bytes, which are most likely not a message."""
     return chance.randbytes(chance.choice([1, 2, 7, 50, 400]))
 
 
@@ -72,7 +67,6 @@ def huge_lengths(chance: Random) -> bytes:
 
 
 def wrong_model(chance: Random) -> bytes:
-    """An unknown model or version."""
     request = good_request(chance)
     if chance.random() < 0.5:
         request.model_name = chance.choice(NAMES)
@@ -82,7 +76,6 @@ def wrong_model(chance: Random) -> bytes:
 
 
 def wrong_datatype(chance: Random) -> bytes:
-    """An element type that the model does not take."""
     request = good_request(chance)
     chance.choice(request.inputs).datatype = chance.choice(DATATYPES)
     return request.SerializeToString()
@@ -106,7 +99,6 @@ def wrong_shape(chance: Random) -> bytes:
 
 
 def wrong_byte_count(chance: Random) -> bytes:
-    """Too many or too few bytes, or too many entries."""
     request = good_request(chance)
     raw, place = request.raw_input_contents, chance.randrange(len(request.raw_input_contents))
     act = chance.randrange(4)
@@ -195,5 +187,4 @@ MAKERS: dict[str, Callable[[Random], bytes]] = {
 
 
 def message_case(kind: str, chance: Random) -> Case:
-    """Make a case of one kind of `MAKERS`."""
     return infer_case(kind, MAKERS[kind](chance))

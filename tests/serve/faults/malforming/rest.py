@@ -19,25 +19,13 @@ CLOSED = 0  # the connection ended without an answer
 
 @dataclass(frozen=True)
 class RestFault:
-    """An invalid request.
-
-    Attributes:
-        kind: kind under which it is counted.
-        statuses: right HTTP statuses.
-        body: body of the request.
-        path: path of the request.
-        method: HTTP method.
-        headers: additional headers.
-        raw: bytes to send on a separate connection instead of the request.
-    """
-
     kind: str
-    statuses: frozenset[int]
+    statuses: frozenset[int]  # right HTTP statuses
     body: bytes = b""
     path: str = ""
     method: str = "POST"
-    headers: Mapping[str, str] = field(default_factory=dict)
-    raw: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)  # additional headers
+    raw: bytes = b""  # bytes to send on a separate connection instead of the request
 
 
 class RestClient:
@@ -62,7 +50,6 @@ class RestClient:
         return "" if fault.raw or status == 200 or _has_reason(text) else f"HTTP {status} without a reason: {text[:200]}"
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
     def _ask(self, fault: RestFault) -> tuple[int, str]:
@@ -139,7 +126,6 @@ def wrong_field(chance: random.Random) -> RestFault:
 
 
 def wrong_document(chance: random.Random) -> RestFault:
-    """An object that is not a request."""
     documents: list[object] = [
         {},
         {"inputs": []},
@@ -176,7 +162,6 @@ def wrong_coding(chance: random.Random) -> RestFault:
 
 
 def wrong_path(chance: random.Random) -> RestFault:
-    """Unknown models, versions and paths."""
     path, statuses = chance.choice(
         [
             ("/v2/models/nobody/infer", {404}),

@@ -10,9 +10,8 @@ from functools import partial
 from benchmarks.harness.server_process import ServerProcess
 from tests.serve.faults.exchange import Exchange, turn
 from tests.serve.faults.malforming import connections, framing, messages, rest
-from tests.serve.faults.malforming.case import Case, infer_case
-from tests.serve.faults.malforming.counts import Counts
-from tests.serve.faults.malforming.good_requests import good_request, seeded
+from tests.serve.faults.malforming.case import Case, Counts, infer_case
+from tests.serve.faults.malforming.interfaces import good_request, seeded
 from tests.serve.faults.malforming.rest import RestClient
 from tests.serve.faults.malforming.streams import REQUESTS, stream_case
 
@@ -26,11 +25,7 @@ ROUND = 2000  # messages in a round, which consists of calls, then REST, then br
 
 
 def send_calls(address: str, cases: Iterator[Case], counts: Counts, good: Counts) -> None:
-    """Send calls over one connection, and good ones over another, until all have been answered.
-
-    Raises:
-        ConnectionLostError: the server hung up.
-    """
+    """Send calls over one connection, and good ones over another, until all have been answered."""
     bad_line: Exchange[Case] = Exchange(address)
     good_line: Exchange[Case] = Exchange(address)
     always = itertools.cycle(good_cases())
@@ -54,11 +49,6 @@ def send_calls(address: str, cases: Iterator[Case], counts: Counts, good: Counts
 
 
 def send_all(server: ServerProcess, count: int, seed: int, counts: Counts, good: Counts) -> None:
-    """Send at least `count` messages of all kinds.
-
-    Raises:
-        ConnectionLostError: the server hung up on a connection that broke no rule of HTTP/2.
-    """
     chance = seeded(seed)
     client = RestClient(server.http_address)
     try:
@@ -77,7 +67,6 @@ def send_all(server: ServerProcess, count: int, seed: int, counts: Counts, good:
 
 
 def good_cases() -> list[Case]:
-    """Valid requests for all models, in many shapes."""
     chance = seeded(GOOD_REQUESTS)
     return [infer_case(GOOD, good_request(chance).SerializeToString()) for _ in range(GOOD_REQUESTS)]
 

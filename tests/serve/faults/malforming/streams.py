@@ -11,7 +11,7 @@ from halfserve.protos.inference_pb2 import ModelStreamInferResponse
 from halfserve.serve.benchmark.load.calls import framed
 from tests.serve.faults.exchange import Answer, call_headers, messages_in
 from tests.serve.faults.malforming.case import Case, message_complaint
-from tests.serve.faults.malforming.good_requests import good_request
+from tests.serve.faults.malforming.interfaces import good_request
 from tests.serve.faults.malforming.messages import MAKERS
 from tests.serve.faults.malforming.oracle import Due, due
 

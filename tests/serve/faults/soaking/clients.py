@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from halfserve import Client, ClientError
+from benchmarks.harness.models import STEPS
+from halfserve import Client, ClientError, RetryPolicy
 from tests.serve.faults.soaking.tally import Tally
 
 Array = np.ndarray[Any, Any]
 TIMEOUT_S = 30.0
+COUNTED = 30_000
+ONCE = RetryPolicy(retries=0)
 LENGTHS = (1, 7, 64, 333, 1024)
 STREAMED = 64  # requests on one stream
 Work = Callable[[Client, np.random.Generator, Tally], None]
@@ -32,7 +37,6 @@ def ask_flip(client: Client, random: np.random.Generator, tally: Tally) -> None:
 
 
 def ask_large(client: Client, random: np.random.Generator, tally: Tally) -> None:
-    """Send a message of 256 KiB."""
     x = _whole(random, 1, 65_536).astype(np.float32)
     _ask(client, "large", x, x + x, tally)
 
@@ -60,37 +64,48 @@ def ask_stream(client: Client, random: np.random.Generator, tally: Tally) -> Non
         tally.fault(f"stream: {count} answers to {STREAMED} requests")
 
 
+def ask_steps(client: Client, random: np.random.Generator, tally: Tally) -> None:
+    """Have a model compute for about 30 ms."""
+    _ask(client, STEPS, np.array([COUNTED]), np.array([COUNTED]), tally, name="n")
+
+
 WORKS: tuple[Work, ...] = (ask_affine, ask_affine, ask_flip, ask_large, ask_shared, ask_stream)
 
 
-def keep_asking(work: Work, address: str, seed: int, think_s: float, stop: threading.Event, tally: Tally) -> None:
-    """Do one kind of work until `stop` is set, with pauses of `think_s`; errors are counted and do not end it."""
-    random = np.random.default_rng(seed)
-    with Client(address, timeout_s=TIMEOUT_S, retries=0) as client:
-        while not stop.is_set():
-            try:
-                work(client, random, tally)
-            except ClientError as error:
-                tally.fault(f"{work.__name__}: {error.code}: {error}")
-            if think_s:
+@contextmanager
+def clients(
+    address: str, works: Sequence[Work], tally: Tally, *, think_s: float = 0.0, retries: RetryPolicy = ONCE
+) -> Iterator[None]:
+    """Run a client for each work until the block ends, with pauses of `think_s`; errors are counted and do not end it."""
+    stop = threading.Event()
+
+    def keep_asking(work: Work, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        with Client(address, timeout_s=TIMEOUT_S, retries=retries) as client:
+            while not stop.is_set():
+                try:
+                    work(client, random, tally)
+                except ClientError as error:
+                    tally.fault(f"{work.__name__}: {error.code}: {error}")
                 stop.wait(think_s)
 
-
-def clients(address: str, count: int, think_s: float, stop: threading.Event, tally: Tally) -> Iterator[threading.Thread]:
-    """Threads, not yet started, that share the kinds of work."""
-    for number in range(count):
-        work = WORKS[number % len(WORKS)]
-        arguments = (work, address, number, think_s, stop, tally)
-        yield threading.Thread(target=keep_asking, args=arguments, name=f"client {number}")
+    with ThreadPoolExecutor(len(works)) as pool:
+        running = [pool.submit(keep_asking, work, seed) for seed, work in enumerate(works)]
+        try:
+            yield
+        finally:
+            stop.set()
+    for client in running:
+        client.result()
 
 
 def _whole(random: np.random.Generator, rows: int, columns: int) -> Array:
     return random.integers(-500, 500, (rows, columns))
 
 
-def _ask(client: Client, model: str, x: Array, expected: Array, tally: Tally) -> None:
+def _ask(client: Client, model: str, x: Array, expected: Array, tally: Tally, name: str = "x") -> None:
     started = time.monotonic()
-    _check(model, client.infer(model, {"x": x})["y"], expected, started, tally)
+    _check(model, client.infer(model, {name: x})["y"], expected, started, tally)
 
 
 def _check(kind: str, given: Array, expected: Array, started: float, tally: Tally, *, timed: bool = True) -> None:

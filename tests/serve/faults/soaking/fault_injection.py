@@ -32,27 +32,14 @@ RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 
 @dataclass
 class Scene:
-    """State for the injection of faults.
-
-    Attributes:
-        address: address of the server.
-        pid: process id of the server.
-        client: client for regular requests.
-        channel: channel for messages that no client would send.
-        random: source of the random choices.
-        tally: receives the results.
-        number: number of the current fault, from 0.
-        recoveries_s: seconds from giving up a model until it answered again.
-    """
-
     address: str
     pid: int
-    client: Client
-    channel: grpc.Channel
-    random: np.random.Generator
-    tally: Tally
-    number: int = 0
-    recoveries_s: list[float] = field(default_factory=list)
+    client: Client  # client for regular requests
+    channel: grpc.Channel  # channel for messages that no client would send
+    random: np.random.Generator  # source of the random choices
+    tally: Tally  # receives the results
+    number: int = 0  # number of the current fault, from 0
+    recoveries_s: list[float] = field(default_factory=list)  # seconds from giving up a model until it answered again
 
 
 Act = Callable[[Scene], None]
@@ -73,7 +60,6 @@ def refuse_to_load(scene: Scene) -> None:
 
 
 def send_bad_input(scene: Scene) -> None:
-    """Send requests that do not fit their model."""
     ask = scene.client.infer_message
     for change, due in (
         ({"model_name": "nobody"}, ModelNotFound),
@@ -181,7 +167,6 @@ def talk_nonsense(address: str, nonsense: bytes) -> None:
 
 
 def hurry(scene: Scene) -> None:
-    """Send requests with short deadlines."""
     x = np.ones((1, 64), np.float16)
     for _ in range(20):
         try:
@@ -201,7 +186,6 @@ def stop_and_go(scene: Scene) -> None:
 
 
 def unload_and_load(scene: Scene) -> None:
-    """Unload a model and load it again."""
     scene.client.unload_model(PICKY, timeout_s=WAIT_S)
     _due(scene, "unloaded", (ModelNotFound, ServerUnavailable), lambda: scene.client.infer(PICKY, {"i": np.array([[0]])}))
     scene.client.load_model(PICKY, timeout_s=WAIT_S)
@@ -236,7 +220,6 @@ ACTS: tuple[Act, ...] = (
 
 
 def keep_at_it(scene: Scene, pause_s: float, stop: threading.Event) -> None:
-    """Inject one fault after the other until `stop` is set."""
     while not stop.wait(pause_s):
         act = ACTS[scene.number % len(ACTS)]
         try:

@@ -29,19 +29,11 @@ BLOCKS = 12  # neighbouring samples are similar, so the line is fitted to the me
 
 @dataclass(frozen=True)
 class Report:
-    """Results and verdict of a soak.
-
-    Attributes:
-        figures: results by name.
-        complaints: descriptions of faults, one line each.
-    """
-
-    figures: dict[str, object]
-    complaints: Sequence[str]
+    figures: dict[str, object]  # results by name
+    complaints: Sequence[str]  # descriptions of faults, one line each
 
     @property
     def is_good(self) -> bool:
-        """Whether there are no complaints."""
         return not self.complaints
 
 
@@ -154,7 +146,6 @@ def judge_memory(settled: Sequence[Sample], answers: int, seconds: float) -> tup
 
 
 def _parts(settled: Sequence[Sample]) -> list[Sequence[Sample]]:
-    """Split the samples into the stretches."""
     edges = [round(index) for index in np.linspace(0, len(settled), BLOCKS + 1)]
     return [settled[start:end] for start, end in pairwise(edges)]
 

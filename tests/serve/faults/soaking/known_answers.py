@@ -24,26 +24,18 @@ NO_ID = b"#" * ID_BYTES
 
 @dataclass
 class Known:
-    """One request without its id.
+    """One request without its id."""
 
-    Attributes:
-        kind: model and shape.
-        message: serialized message without an id.
-        expected: expected value of the only output.
-        answer: bytes of every answer, with NO_ID for the id; None before the first.
-    """
-
-    kind: str
-    message: bytes
-    expected: Array
-    answer: bytes | None = None
+    kind: str  # model and shape
+    message: bytes  # serialized message without an id
+    expected: Array  # expected value of the only output
+    answer: bytes | None = None  # bytes of every answer, with NO_ID for the id; None before the first
 
     def request(self, number: int) -> bytes:
         """The message to send, with a gRPC prefix; the number, below 10**ID_BYTES, becomes its id."""
         return framed(self.message + ID_FIELD + b"%0*d" % (ID_BYTES, number))
 
     def is_right(self, number: int, body: bytes) -> bool:
-        """Whether this is the answer to the request of that number."""
         request_id = b"%0*d" % (ID_BYTES, number)
         if self.answer is not None:
             return body == self.answer.replace(NO_ID, request_id, 1)

@@ -15,24 +15,18 @@ class Counted:
     """Counts so far.
 
     Attributes:
-        answered: right answers, by kind of request.
-        survived: injected faults that ended as expected, by kind.
-        wrong: descriptions of the first few failures (wrong answers, lost ones, unclear errors).
-        wrongs: number of failures.
         latencies: (time of the request, seconds until the answer) of right answers, on time.monotonic()'s clock.
     """
 
-    answered: dict[str, int]
-    survived: dict[str, int]
-    wrong: list[str]
-    wrongs: int
+    answered: dict[str, int]  # right answers, by kind of request
+    survived: dict[str, int]  # injected faults that ended as expected, by kind
+    wrong: list[str]  # descriptions of the first few failures (wrong answers, lost ones, unclear errors)
+    wrongs: int  # number of failures
     latencies: list[tuple[float, float]]
 
 
 @dataclass
 class Tally:
-    """Thread-safe counts of results."""
-
     _answered: Counter[str] = field(default_factory=Counter)
     _survived: Counter[str] = field(default_factory=Counter)
     _wrong: list[str] = field(default_factory=list)
@@ -53,18 +47,15 @@ class Tally:
             self._survived[kind] += 1
 
     def fault(self, text: str) -> None:
-        """Record a failure."""
         with self._lock:
             self._wrongs += 1
             if len(self._wrong) < MAX_TEXTS:
                 self._wrong.append(text)
 
     def answered(self) -> Counter[str]:
-        """Current counts of right answers, by kind of request."""
         with self._lock:
             return self._answered.copy()
 
     def counted(self) -> Counted:
-        """A snapshot of all counts."""
         with self._lock:
             return Counted(dict(self._answered), dict(self._survived), list(self._wrong), self._wrongs, list(self._latencies))

@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from halfserve.serve.fleet.control.autoscaling import LOAD_S, LoadMeter, MemberLoad, ScalingOptions, wanted_members
 from halfserve.serve.fleet.control.reports import ModelReport
 
@@ -38,9 +40,11 @@ def test_one_step_up_to_what_is_needed() -> None:
     assert set(targets[12:]) == {6}  # 3.9 at 0.7 each
 
 
-def test_a_queue_adds_members_at_once() -> None:
-    targets = play(lambda now, members: MemberLoad(busy=1.0, queue_s=0.5) if now == 10 else busy(2.5, members), 12)
-    assert targets[9:11] == [4, 10]  # 4 that compute, half as much that makes the queue grow, and what waits
+# 4 that compute and what waits or was refused; half as much makes a queue grow
+@pytest.mark.parametrize(("load", "wanted"), [(MemberLoad(busy=1.0, queue_s=0.5), 10), (MemberLoad(busy=1.0, refused=0.5), 12)])
+def test_queues_and_refusals_add_members_at_once(load: MemberLoad, wanted: int) -> None:
+    targets = play(lambda now, members: load if now == 10 else busy(2.5, members), 12)
+    assert targets[9:11] == [4, wanted]
 
 
 def test_asking_more_often_changes_no_decision() -> None:
@@ -52,11 +56,6 @@ def test_asking_more_often_changes_no_decision() -> None:
     _, state = wanted_members([busy(2.5, 4)] * 4, 4, OPTIONS, {}, 11.0)
     seldom, _ = wanted_members(loads, 4, OPTIONS, state, 12.0)
     assert (wanted, often, seldom) == (4, 8, 8)
-
-
-def test_refusals_count_as_load() -> None:
-    targets = play(lambda now, members: MemberLoad(busy=1.0, refused=0.5) if now == 10 else busy(2.5, members), 12)
-    assert targets[9:11] == [4, 12]
 
 
 def test_a_queue_that_does_not_wait_for_compute_adds_nothing() -> None:
@@ -97,31 +96,38 @@ def model(requests: int = 0, *, refusals: int = 0, queue_s: float = 0.0, compute
     return ModelReport(requests=requests, refusals=refusals, queue_ns=round(queue_s * 1e9), compute_ns=round(compute_s * 1e9))
 
 
-def test_a_server_that_was_asked_nothing_is_idle() -> None:
-    assert load_of((0.0, {})) == load_of((0.0, {"a": model()}), (1.0, {"a": model()})) == MemberLoad()
-
-
-def test_only_what_came_lately_counts() -> None:
-    load = load_of(
-        (0.0, {"a": model()}),
-        (1.0, {"a": model(100, queue_s=90.0, compute_s=2.0)}),
-        (1.0 + LOAD_S, {"a": model(110, queue_s=91.0, compute_s=2.0 + LOAD_S)}),
-    )
-    assert load == MemberLoad(busy=0.5, queue_s=0.1, refused=0.0)
-
-
-def test_quick_requests_of_one_model_hide_no_queue_of_another() -> None:
-    before = {"quick": model(), "slow": model()}
-    after = {"quick": model(1000, compute_s=0.2), "slow": model(10, queue_s=2.0, compute_s=0.8)}
-    assert load_of((0.0, before), (1.0, after)) == MemberLoad(busy=0.5, queue_s=0.2, refused=0.0)
+@pytest.mark.parametrize(
+    ("states", "load"),
+    [
+        ([(0.0, {})], MemberLoad()),
+        ([(0.0, {"a": model()}), (1.0, {"a": model()})], MemberLoad()),
+        (
+            [
+                (0.0, {"a": model()}),
+                (1.0, {"a": model(100, queue_s=90.0, compute_s=2.0)}),
+                (1.0 + LOAD_S, {"a": model(110, queue_s=91.0, compute_s=2.0 + LOAD_S)}),
+            ],
+            MemberLoad(busy=0.5, queue_s=0.1),
+        ),
+        (
+            [
+                (0.0, {"quick": model(), "slow": model()}),
+                (1.0, {"quick": model(1000, compute_s=0.2), "slow": model(10, queue_s=2.0, compute_s=0.8)}),
+            ],
+            MemberLoad(busy=0.5, queue_s=0.2),
+        ),
+        (
+            [(0.0, {}), (1.0, {"new": model(4, refusals=1, queue_s=0.4, compute_s=1.0)})],
+            MemberLoad(busy=0.5, queue_s=0.1, refused=0.2),
+        ),
+    ],
+    ids=["asked nothing", "idle", "what came lately", "a quick model hides no queue", "a new model"],
+)
+def test_the_load_is_that_of_the_latest_requests(states: list[tuple[float, dict[str, ModelReport]]], load: MemberLoad) -> None:
+    assert load_of(*states) == load
 
 
 def test_a_model_that_computes_little_is_no_reason_for_another_member() -> None:
     before = {"busy": model(), "rare": model()}
     after = {"busy": model(100, queue_s=1.0, compute_s=1.0), "rare": model(1, queue_s=0.5, compute_s=0.01)}
     assert load_of((0.0, before), (1.0, after)).queue_s == 0.01
-
-
-def test_a_model_that_is_new_counts_from_its_beginning() -> None:
-    load = load_of((0.0, {}), (1.0, {"new": model(4, refusals=1, queue_s=0.4, compute_s=1.0)}))
-    assert load == MemberLoad(busy=0.5, queue_s=0.1, refused=0.2)

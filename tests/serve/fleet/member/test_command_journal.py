@@ -30,7 +30,7 @@ def test_commands_are_forgotten_for_one_target(tmp_path: Path) -> None:
     assert [path for path, _, _ in kept(journal)] == ["/system/b", "/cuda/a"]
 
 
-def test_members_command_in_turn(tmp_path: Path) -> None:
+async def test_members_command_in_turn(tmp_path: Path) -> None:
     done: list[str] = []
 
     async def command(name: str, journal: Journal) -> None:
@@ -39,10 +39,7 @@ def test_members_command_in_turn(tmp_path: Path) -> None:
             await asyncio.sleep(0)
             done.append(name)
 
-    async def all_of_them() -> None:
-        await asyncio.gather(*(command(name, Journal(tmp_path)) for name in "abc"))
-
-    asyncio.run(all_of_them())
+    await asyncio.gather(*(command(name, Journal(tmp_path)) for name in "abc"))
     assert sorted(done) == list("aabbcc")
     assert done[::2] == done[1::2]
 

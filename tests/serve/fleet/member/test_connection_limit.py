@@ -14,29 +14,25 @@ HOST = "127.0.0.1"
 
 
 @pytest.mark.parametrize("count", [2, 5, 40])
-def test_connections_go_to_whoever_has_the_fewest(tmp_path: Path, count: int) -> None:
+async def test_connections_go_to_whoever_has_the_fewest(tmp_path: Path, count: int) -> None:
     """Three members on one socket, as their own processes would be; one of them has ended."""
     ConnectionCounts.create(tmp_path, 3)
-
-    async def accept() -> list[int]:
-        with socket.create_server((HOST, 0)) as bound:
-            limits = [SharedConnectionLimit(100, "", ConnectionCounts(tmp_path), place) for place in (1, 2)]
-            listeners = [Listener(asyncio.Protocol, most=100, shared=limit) for limit in limits]
-            for listener, limit in zip(listeners, limits, strict=True):
-                listener.begin([bound.dup()])
-                limit.begin()
-            opened = []
-            for number in range(count):
-                opened.append(await asyncio.open_connection(HOST, bound.getsockname()[1]))
-                while sum(limit.open for limit in limits) <= number:  # noqa: ASYNC110  (accepting signals nothing)
-                    await asyncio.sleep(0)
-            for listener in listeners:
-                listener.close()
-            for _, writer in opened:
-                writer.close()
-        return sorted(limit.open for limit in limits)
-
-    fewer, more = asyncio.run(accept())
+    with socket.create_server((HOST, 0)) as bound:
+        limits = [SharedConnectionLimit(100, "", ConnectionCounts(tmp_path), place) for place in (1, 2)]
+        listeners = [Listener(asyncio.Protocol, most=100, shared=limit) for limit in limits]
+        for listener, limit in zip(listeners, limits, strict=True):
+            listener.begin([bound.dup()])
+            limit.begin()
+        opened = []
+        for number in range(count):
+            opened.append(await asyncio.open_connection(HOST, bound.getsockname()[1]))
+            while sum(limit.open for limit in limits) <= number:  # noqa: ASYNC110  (accepting signals nothing)
+                await asyncio.sleep(0)
+        for listener in listeners:
+            listener.close()
+        for _, writer in opened:
+            writer.close()
+    (fewer, more) = sorted(limit.open for limit in limits)
     assert fewer + more == count
     assert more - fewer <= 1 + count // 16
 
