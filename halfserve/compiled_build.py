@@ -45,6 +45,7 @@ MODULES = (
     "engine.model_statistics",
     "engine.padding.mixed_lengths",
     "engine.padding.padding",
+    "engine.precision_guard.guard",
     "engine.precision_guard.non_finite",
     "engine.queueing.admission_control",
     "engine.queueing.batch_queue",

@@ -21,9 +21,9 @@ from halfserve.serve.engine.config.sequence_batching import SequencePlan
 from halfserve.serve.engine.dispatch.short_batches import LoopOccupancy
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
-from halfserve.serve.engine.execution.batch_runner import Supervision
 from halfserve.serve.engine.execution.instance import Instance
 from halfserve.serve.engine.execution.runners import make_instance
+from halfserve.serve.engine.execution.tensor_runner import Supervision
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.padding.mixed_lengths import MixedLengths
 from halfserve.serve.engine.padding.ragged import Ragged

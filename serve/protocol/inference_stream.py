@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from halfserve.files.varint import encoded_varint
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
@@ -66,32 +67,35 @@ class _Slot:
         self._stream.when_read(read)
 
 
+class StreamClient(Protocol):
+    """The client of a streaming call. Lives on the event loop."""
+
+    def send(self, response: bytes) -> None: ...  # send a serialized ModelStreamInferResponse
+    def when_read(self, then: Callable[[], None]) -> None: ...  # call `then` once the client can take more, maybe at once
+    def request_ended(self) -> None: ...  # a request has ended without a last message
+    def fail(self, error: Exception) -> None: ...  # end the call with a request's error; earlier requests are answered
+
+
+class _GoneClient:
+    """Takes the place of the client of a cancelled call."""
+
+    def send(self, response: bytes) -> None: ...
+    def when_read(self, then: Callable[[], None]) -> None: ...
+    def request_ended(self) -> None: ...
+    def fail(self, error: Exception) -> None: ...
+
+
 class InferenceStream:
     """One streaming call. A failed request gets an error response and the stream continues, unless errors end it."""
 
-    def __init__(
-        self,
-        inference: InferenceEntry,
-        send: Callable[[bytes], None],
-        when_read: Callable[[Callable[[], None]], None],
-        ended: Callable[[], None] | None = None,
-        fail: Callable[[Exception], None] | None = None,
-    ) -> None:
-        """Open a stream without requests.
+    def __init__(self, inference: InferenceEntry, client: StreamClient, *, ends_with_error: bool) -> None:
+        """Open a stream without requests, which `inference` answers.
 
-        Args:
-            inference: answers the requests.
-            send: gets each serialized ModelStreamInferResponse, on the event loop.
-            when_read: calls a function once the client can take more, at once if it can already.
-            ended: called when a request has ended without a last message.
-            fail: ends the stream with the error of a request, once the requests before it are answered; None sends errors as
-                responses.
+        `ends_with_error`: the error of a request ends the stream, once the requests before it are answered.
         """
         self._inference = inference
-        self._send = send
-        self.when_read = when_read
-        self._ended = ended
-        self._break = fail
+        self._client = client
+        self._ends_with_error = ends_with_error
         self._slots: deque[_Slot] = deque()
         self._many: set[_Slot] = set()
         self.held_bytes = 0  # total size of the unanswered requests
@@ -112,8 +116,7 @@ class InferenceStream:
 
     def cancel(self) -> None:
         """Cancel all requests and send nothing more."""
-        self._send, self._ended, self._break = _discard, None, None  # breaks a reference cycle
-        self.when_read = _discard
+        self._client = _GoneClient()  # breaks a reference cycle
         for slot in (*self._slots, *self._many):
             cancel, slot.cancel = slot.cancel, None  # breaks a reference cycle
             if cancel is not None and slot.answer is None:
@@ -136,7 +139,11 @@ class InferenceStream:
         if isinstance(response, Exception):
             self._put(self._answer_of(slot.request, response, final=final))
         else:
-            self._send(_ok(response, final))
+            self._client.send(_ok(response, final))
+
+    def when_read(self, then: Callable[[], None]) -> None:
+        """Call `then` once the client can take more."""
+        self._client.when_read(then)
 
     def _reply(self, slot: _Slot, data: bytes, result: bytes | InferenceError) -> None:
         slot.cancel = None  # breaks a reference cycle
@@ -159,13 +166,13 @@ class InferenceStream:
 
     def _answer_of(self, data: bytes, error: Exception, *, final: bool) -> bytes | Exception:
         """Return the response to a failed request; the error itself if errors end the stream."""
-        return _error(data, error, final=final) if self._break is None else error
+        return error if self._ends_with_error else _error(data, error, final=final)
 
     def _put(self, answer: bytes | Exception) -> None:
-        if not isinstance(answer, Exception):
-            self._send(answer)
-        elif self._break is not None:
-            self._break(answer)
+        if isinstance(answer, Exception):
+            self._client.fail(answer)
+        else:
+            self._client.send(answer)
 
     def _end(self, slot: _Slot, last: bytes | Exception | None) -> None:
         if slot not in self._many:
@@ -174,8 +181,8 @@ class InferenceStream:
         self.held_bytes -= len(slot.request)
         if last is not None:
             self._put(last)
-        elif self._ended is not None:
-            self._ended()
+        else:
+            self._client.request_ended()
 
     def _answer(self, slot: _Slot, answer: bytes | Exception) -> None:
         slot.answer = answer
@@ -202,10 +209,6 @@ def _error(data: bytes, error: Exception, *, final: bool) -> bytes:
         response.infer_response.parameters[name].string_param = value
     response.infer_response.id = _id_of(data)
     return response.SerializeToString()
-
-
-def _discard(_: object) -> None:
-    pass
 
 
 def _id_of(data: bytes) -> str:

@@ -209,24 +209,22 @@ def _infer_stream(
     service: Service, given: AccessGrant | None
 ) -> Callable[[AsyncIterator[bytes], Context], AsyncIterator[bytes]]:
     async def handle(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
-        # Functions are called once the client has taken the answers before them.
-        answers: asyncio.Queue[bytes | Exception | Callable[[], None] | None] = asyncio.Queue()
+        answers = _StreamAnswers()
         room = asyncio.Semaphore(MAX_UNANSWERED)
-        put, fails = answers.put_nowait, ENDS_WITH_ERROR in _headers(context.invocation_metadata())
-        inference = _inference(service, given, context)
-        stream = InferenceStream(inference, put, put, partial(put, b""), put if fails else None)
+        fails = ENDS_WITH_ERROR in _headers(context.invocation_metadata())
+        stream = InferenceStream(_inference(service, given, context), answers, ends_with_error=fails)
 
         async def receive() -> None:
             async for data in messages:
                 await room.acquire()
                 stream.receive(data, context.time_remaining())
-            answers.put_nowait(None)
+            answers.queue.put_nowait(None)
 
         receiving = asyncio.create_task(receive())
         ended = False
         try:
-            while not ended or stream or not answers.empty():
-                answer = await answers.get()
+            while not ended or stream or not answers.queue.empty():
+                answer = await answers.queue.get()
                 if answer is None:
                     ended = True
                 elif isinstance(answer, Exception):
@@ -242,6 +240,30 @@ def _infer_stream(
             stream.cancel()
 
     return handle
+
+
+class _StreamAnswers:
+    """The client of a streaming call, with what it has not been sent yet.
+
+    Attributes:
+        queue: responses, errors that end the call, functions to call once the client has taken the responses before them, b""
+            for a request that has ended without a message, and None after the last request.
+    """
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[bytes | Exception | Callable[[], None] | None] = asyncio.Queue()
+
+    def send(self, response: bytes) -> None:
+        self.queue.put_nowait(response)
+
+    def when_read(self, then: Callable[[], None]) -> None:
+        self.queue.put_nowait(then)
+
+    def request_ended(self) -> None:
+        self.queue.put_nowait(b"")
+
+    def fail(self, error: Exception) -> None:
+        self.queue.put_nowait(error)
 
 
 def _unsupported(method: str) -> Callable[[Any, Context], AsyncIterator[bytes]]:

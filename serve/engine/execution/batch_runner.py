@@ -1,57 +1,15 @@
-"""The interface between a copy of a model and what computes its batches, and the settings that all copies share."""
+"""The interface between a copy of a model and what computes its batches."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
-from halfserve.serve.engine.backend import CALLING_PROVIDERS, Backend
 from halfserve.serve.engine.errors import InstanceLostError, UnavailableError
-from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
-from halfserve.serve.engine.padding.padding import Padding
-from halfserve.serve.engine.padding.ragged import Ragged
-from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.queueing.waiting_requests import is_late
 from halfserve.serve.engine.requests import CallingExecution, InferRequest
 from halfserve.serve.engine.results import BegunBatch, LateRequests, LostRequests, Results
-
-FIRST_WAIT_S: Final = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Supervision:
-    """Settings that all copies of one model share.
-
-    Attributes:
-        label: "name/version", for the log.
-        guard: checks every batch's outputs; None checks nothing.
-        padded_sizes: numbers of rows that batches are padded to, in rising order.
-        invariance: decides whether requests may share batches; None if there are no rows to share.
-        padding: pads requests of different lengths; None pads nothing.
-        ragged: joins requests of different shapes; None for ordinary batches.
-        reload: loads the copy of a number again; None reuses the old one, once its thread is free.
-        max_compute_s: seconds after which a batch is abandoned (a quarter later at most); None sets no limit.
-        open_ended: whether the duration of a batch depends on its values.
-        first_wait_s: seconds from a fault until the copy is loaded again. They double with each further fault, up to a minute,
-            until a batch is computed.
-    """
-
-    label: str
-    guard: PrecisionGuard | None = None
-    padded_sizes: Sequence[int] = ()
-    invariance: BatchInvariance | None = None
-    padding: Padding | None = None
-    ragged: Ragged | None = None
-    reload: Callable[[int], Backend] | None = None
-    max_compute_s: float | None = None
-    open_ended: bool = False
-    first_wait_s: float = FIRST_WAIT_S
-
-    def may_run_on_loop(self, provider: str) -> bool:
-        """Return whether short batches take a predictable time without a limit, on the calling thread."""
-        return not self.open_ended and self.max_compute_s is None and provider in CALLING_PROVIDERS
 
 
 class PreparedBatch:

@@ -15,6 +15,7 @@ from halfserve.serve.engine.execution.batch_runner import BatchRunner, first_lin
 
 logger = logging.getLogger(__name__)
 
+FIRST_WAIT_S: Final = 1.0
 LONGEST_WAIT_S: Final = 60.0
 
 

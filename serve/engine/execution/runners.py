@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from halfserve.serve.engine.backend import Backend, Outcome, RequestBackend, Reschedule
 from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, OutOfMemoryError, is_out_of_memory
-from halfserve.serve.engine.execution.batch_runner import BatchRunner, PreparedBatch, Supervision, lost
+from halfserve.serve.engine.execution.batch_runner import BatchRunner, PreparedBatch, lost
 from halfserve.serve.engine.execution.instance import Instance
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
 from halfserve.serve.engine.execution.staging import Staging
-from halfserve.serve.engine.execution.tensor_runner import FailureLog, TensorRunner
+from halfserve.serve.engine.execution.tensor_runner import FailureLog, Supervision, TensorRunner
 from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.engine.requests import CallingExecution, InferRequest
 from halfserve.serve.engine.results import Answered, BegunBatch, Failed, LaterAnswer, PendingAnswers, Rescheduled, Results

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from halfserve.serve.engine.backend import CPU_PROVIDERS, Backend
+from halfserve.serve.engine.backend import CALLING_PROVIDERS, CPU_PROVIDERS, Backend
 from halfserve.serve.engine.errors import BackendError, InstanceLostError
 from halfserve.serve.engine.execution.assembly import SCRATCH_BYTES, assemble, device_inputs, gather, use_buffers
 from halfserve.serve.engine.execution.batch import failed, judged, run_batch, take_apart
-from halfserve.serve.engine.execution.batch_runner import BatchRunner, PreparedBatch, Supervision, lost
+from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
+from halfserve.serve.engine.execution.batch_runner import BatchRunner, PreparedBatch, lost
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
 from halfserve.serve.engine.execution.output_backlog import BACKLOG, LARGE_BYTES
+from halfserve.serve.engine.execution.recovery import FIRST_WAIT_S
 from halfserve.serve.engine.execution.staging import StagedBatch, Staging, is_worth_staging
 from halfserve.serve.engine.model_statistics import BatchTimes
+from halfserve.serve.engine.padding.padding import Padding
+from halfserve.serve.engine.padding.ragged import Ragged
+from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest
 from halfserve.serve.engine.results import Answered, Failed, Results
 from halfserve.serve.engine.tensors import RawInputs, Tensors
@@ -25,6 +31,40 @@ logger = logging.getLogger(__name__)
 
 EVERY_S: Final = 1.0  # seconds between two lines of the log
 MAX_ID: Final = 256  # most bytes of a request's id in a line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervision:
+    """Settings that all copies of one model share.
+
+    Attributes:
+        label: "name/version", for the log.
+        guard: checks every batch's outputs; None checks nothing.
+        padded_sizes: numbers of rows that batches are padded to, in rising order.
+        invariance: decides whether requests may share batches; None if there are no rows to share.
+        padding: pads requests of different lengths; None pads nothing.
+        ragged: joins requests of different shapes; None for ordinary batches.
+        reload: loads the copy of a number again; None reuses the old one, once its thread is free.
+        max_compute_s: seconds after which a batch is abandoned (a quarter later at most); None sets no limit.
+        open_ended: whether the duration of a batch depends on its values.
+        first_wait_s: seconds from a fault until the copy is loaded again. They double with each further fault, up to a minute,
+            until a batch is computed.
+    """
+
+    label: str
+    guard: PrecisionGuard | None = None
+    padded_sizes: Sequence[int] = ()
+    invariance: BatchInvariance | None = None
+    padding: Padding | None = None
+    ragged: Ragged | None = None
+    reload: Callable[[int], Backend] | None = None
+    max_compute_s: float | None = None
+    open_ended: bool = False
+    first_wait_s: float = FIRST_WAIT_S
+
+    def may_run_on_loop(self, provider: str) -> bool:
+        """Return whether short batches take a predictable time without a limit, on the calling thread."""
+        return not self.open_ended and self.max_compute_s is None and provider in CALLING_PROVIDERS
 
 
 class FailureLog:

@@ -281,9 +281,10 @@ class FastPath:
 
         Reopens the connection's receive window when it becomes small, or at once while libnghttp2 withholds some of it.
         """
-        explains = bool(self._explained)
-        if explains:
+        explains = False
+        if self._explained:
             self._explain_resets()
+            explains = True
         if self._is_due and not self._windows.is_held_up:
             self._pay()
         unsent = self._unsent

@@ -40,6 +40,7 @@ HEADER_BYTES_A_TURN: Final = 4096
 MAX_WAIT_BYTES: Final = 16_384  # largest frame that is buffered until it is complete
 WINDOW_UPDATE_HEAD: Final = 4 << 8 | WINDOW_UPDATE
 RST_STREAM_HEAD: Final = 4 << 8 | RST_STREAM
+READ_PREFIX: Final = PREFIX.unpack_from
 HEADER_FRAMES: Final = frozenset({HEADERS, CONTINUATION})
 LARGE_BYTES: Final = 16_384  # smallest input that is parsed without a copy
 MIN_RUN_BYTES: Final = 4096  # smallest input whose frames are taken many at a time
@@ -108,7 +109,7 @@ class FrameReader:
             end = body + (head >> 8)
             kind = head & 0xFF
             if kind == DATA:
-                is_ours = self._whole_request(data, body, end, flags, stream)
+                is_ours = flags == END_STREAM and end <= size and self._whole_request(data, body, end, stream)
                 if not is_ours and (taken := self._data(data, at, end, flags, stream)):
                     is_ours, end = True, taken
             elif kind == HEADERS and end <= size and not calls.is_over:
@@ -143,18 +144,20 @@ class FrameReader:
             feed(data[passed:at])
         return at
 
-    def _whole_request(self, data: Bytes, body: int, end: int, flags: int, stream: int) -> bool:
-        """Take a DATA frame that is the whole request of a fast-path call; False, with nothing taken, for any other."""
-        size = end - body
-        if flags != END_STREAM or end > len(data) or size < PREFIX_BYTES:
-            return False
-        requests = self._calls.requests
+    def _whole_request(self, data: Bytes, body: int, end: int, stream: int) -> bool:
+        """Take a stream's last DATA frame if it is the whole request of a fast-path call; otherwise return False."""
+        size, requests = end - body, self._calls.requests
         call = requests.calls.get(stream)
-        if call is None or size > requests.max_whole or stream in requests.growing:
+        if (
+            call is None
+            or size < PREFIX_BYTES
+            or size > requests.max_whole
+            or (requests.growing and stream in requests.growing)
+        ):
             return False
         flag: int
         length: int
-        flag, length = PREFIX.unpack_from(data, body)
+        flag, length = READ_PREFIX(data, body)
         if flag or length != size - PREFIX_BYTES:
             return False
         announced = requests.announced

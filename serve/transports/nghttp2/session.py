@@ -133,9 +133,9 @@ class GrpcSession:
 
     def count_calls(self) -> bool:
         """Count the memory of the calls themselves; returns whether it is too much."""
-        calls = len(self._calls) // FREE_CALLS * FREE_CALLS
-        if calls == self._counted_calls == 0:
+        if len(self._calls) < FREE_CALLS and not self._counted_calls:
             return False
+        calls = len(self._calls) // FREE_CALLS * FREE_CALLS
         self.share.add((calls - self._counted_calls) * CALL_BYTES)
         self._counted_calls = calls
         return self.share.is_too_much

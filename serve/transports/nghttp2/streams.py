@@ -78,8 +78,7 @@ class InferStreamCall(_Stream):
     ) -> None:
         """`ends_with_error`: the first request that fails ends the call with its status."""
         super().__init__(session, stream, encoding, session.limits.max_message_bytes)
-        fail = self._fail if ends_with_error else None
-        self._requests = InferenceStream(inference, self._answer, self._when_read, self._one_less, fail)
+        self._requests = InferenceStream(inference, self, ends_with_error=ends_with_error)
         self._unread: list[Callable[[], None]] = []  # to be called once the client has caught up
         self._coming: Iterator[bytes] = iter(())  # messages of the current piece
         self._counted = 0  # bytes of unanswered requests reported to the session
@@ -109,7 +108,7 @@ class InferStreamCall(_Stream):
         self._stop()
 
     def give_up(self, error: InferenceError) -> None:
-        self._fail(error)
+        self.fail(error)
 
     def _read(self) -> None:
         """Take requests until there are none, no room for more, or the message quota is used up."""
@@ -123,7 +122,7 @@ class InferStreamCall(_Stream):
                     return
                 self._take_one()
         except InferenceError as error:
-            self._fail(error)
+            self.fail(error)
         finally:
             self._is_reading = False
         if self._is_read:
@@ -155,18 +154,18 @@ class InferStreamCall(_Stream):
             try:
                 self._reader.finish()
             except InferenceError as error:
-                self._fail(error)
+                self.fail(error)
             self._finish_if_done()
         elif self._withheld and not self._is_full():
             self._session.give_back(self._stream, self._withheld)
             self._withheld = 0
 
-    def _answer(self, answer: bytes) -> None:
+    def send(self, response: bytes) -> None:
         self._begin()
-        self._session.send(self._stream, answer)
-        self._one_less()
+        self._session.send(self._stream, response)
+        self.request_ended()
 
-    def _when_read(self, then: Callable[[], None]) -> None:
+    def when_read(self, then: Callable[[], None]) -> None:
         """Call `then` once the client can take another response: now, unless it is slow."""
         if self._session.is_behind(self._stream):
             self._unread.append(then)
@@ -174,7 +173,7 @@ class InferStreamCall(_Stream):
         else:
             then()
 
-    def _one_less(self) -> None:
+    def request_ended(self) -> None:
         """Count a request that was answered, or has ended without a message."""
         self._count()
         self._read_on()
@@ -212,9 +211,9 @@ class InferStreamCall(_Stream):
             self._stop()
 
     def _expire(self) -> None:
-        self._fail(DeadlineExceededError("the call's deadline has passed"))
+        self.fail(DeadlineExceededError("the call's deadline has passed"))
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         if not self._is_over:
             self._session.fail(self._stream, status_of(error), ended=self._ended, headers_sent=self._headers_sent)
             self._stop()

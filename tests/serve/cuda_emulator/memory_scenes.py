@@ -22,10 +22,10 @@ from halfserve.serve.engine.cuda_driver import DRIVER_NAMES, cuda_driver
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.execution.assembly import assemble, device_inputs
 from halfserve.serve.engine.execution.batch import run_batch
-from halfserve.serve.engine.execution.batch_runner import Supervision
 from halfserve.serve.engine.execution.instance import Instance
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
 from halfserve.serve.engine.execution.runners import make_instance
+from halfserve.serve.engine.execution.tensor_runner import Supervision
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.results import Answered, Failed, Results
 from halfserve.serve.engine.tensors import DeviceBytes, RawInput, RawInputs, RawLayout, Tensors

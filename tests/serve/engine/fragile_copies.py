@@ -13,10 +13,9 @@ from halfserve.serve.engine.backend import Backend
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.dispatch.short_batches import NOTHING_KNOWN
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.engine.execution.batch_runner import Supervision
 from halfserve.serve.engine.execution.instance import Instance
 from halfserve.serve.engine.execution.runners import make_instance
-from halfserve.serve.engine.execution.tensor_runner import TensorRunner
+from halfserve.serve.engine.execution.tensor_runner import Supervision, TensorRunner
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.requests import InferRequest

@@ -14,12 +14,13 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.http.http_options import HttpLimits, HttpOptions, memory_of
 from halfserve.serve.http.http_server import HttpServer
 from halfserve.serve.http.request_body import FULL
 from halfserve.serve.http.rest_server import RestServer, application
 from halfserve.serve.http.routing.route_table import GuardedRoute, RestRoute
-from halfserve.serve.protocol.rpc import DESCRIPTION
+from halfserve.serve.protocol.rpc import DESCRIPTION, Method, Rpc, RpcCall
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.memory_budget import MemoryBudget
 from halfserve.serve.server import start_http
@@ -407,3 +408,29 @@ def test_there_may_be_no_metrics_port_and_no_page(server: RunningServer) -> None
         assert rest.metrics_port is None
         assert httpx.get(f"http://127.0.0.1:{rest.port}/", timeout=60).status_code == 404
         assert httpx.get(f"http://127.0.0.1:{rest.port}/v2", timeout=60).status_code == 200
+
+
+def test_an_rpc_over_rest_knows_its_client() -> None:
+    calls: list[RpcCall] = []
+
+    def layer(_: Rpc, method: Method) -> Method:
+        async def noted(request: Any, call: RpcCall) -> Any:
+            calls.append(call)
+            return await method(request, call)
+
+        return noted
+
+    async def asked() -> None:
+        service = Service(InferenceCore([]), server_version="0.0.test")
+        service.spread(layer)
+        rest = RestServer(service.core, service, "127.0.0.1", HttpOptions(port=0, metrics_port=None))
+        await rest.start()
+        async with httpx.AsyncClient() as client:
+            answer = await client.get(f"http://127.0.0.1:{rest.port}/v2", headers={"x-request-id": "a"})
+        await rest.stop(0.5)
+        assert answer.status_code == 200
+
+    asyncio.run(asked())
+    (call,) = calls
+    assert call.peer.startswith("127.0.0.1:")
+    assert call.headers[b"x-request-id"] == b"a"

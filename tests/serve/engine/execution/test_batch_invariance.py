@@ -24,9 +24,9 @@ from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import BackendError, InstanceLostError, OutOfMemoryError
 from halfserve.serve.engine.execution.batch import run_batch
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
-from halfserve.serve.engine.execution.batch_runner import Supervision
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
 from halfserve.serve.engine.execution.runners import make_instance
+from halfserve.serve.engine.execution.tensor_runner import Supervision
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.pace import CONFIDENT, BatchLimits, Pace

@@ -8,8 +8,8 @@ import numpy as np
 
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.errors import BackendError, DeadlineExceededError, InferenceError
-from halfserve.serve.engine.execution.batch_runner import Supervision
 from halfserve.serve.engine.execution.runners import make_instance
+from halfserve.serve.engine.execution.tensor_runner import Supervision
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.padding.mixed_lengths import BatchCosts, MixedLengths
 from halfserve.serve.engine.padding.padding import Padding, PaddingSettings

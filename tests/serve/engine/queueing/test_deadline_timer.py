@@ -13,8 +13,8 @@ import pytest
 from halfserve.serve.engine.backend import Outcome, RequestBackend
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError, OverloadedError
-from halfserve.serve.engine.execution.batch_runner import Supervision
 from halfserve.serve.engine.execution.runners import make_instance
+from halfserve.serve.engine.execution.tensor_runner import Supervision
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.queueing.deadline_timer import ROUNDING_S, SWEEP_S, DeadlineTimer
