@@ -78,14 +78,19 @@ def checked_parameters(parameters: Mapping[str, Any] | None, kinds: tuple[type, 
     """Parameters of a request or response, whose values are of these types.
 
     Raises:
-        TritonModelException: a name is no text, or a value is of another type.
+        TritonModelException: they are no dict, a name is no text, or a value is of another type. The texts begin as Triton's,
+            which models may look for.
     """
+    if parameters is not None and not isinstance(parameters, dict):
+        raise TritonModelException(f"Expect parameters to be a dict, got {type(parameters)}")
     known = dict(parameters or {})
     for name, value in known.items():
-        if not isinstance(name, str) or not isinstance(value, kinds):
-            expected = ", ".join(kind.__name__ for kind in kinds)
+        if not isinstance(name, str):
+            raise TritonModelException(f"Expect parameters keys to have type str, found type {type(name)} ({name!r})")
+        if not isinstance(value, kinds):
+            expected = "/".join(kind.__name__ for kind in kinds)
             raise TritonModelException(
-                f"parameter {name!r} is a {type(value).__name__}, expected one of {expected}, by a name that is a str"
+                f"Expect parameters values to have type {expected}, found type {type(value)} of {name!r}"
             )
     return known
 

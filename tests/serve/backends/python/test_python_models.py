@@ -362,10 +362,18 @@ def test_what_a_request_says_of_itself_reaches_the_model(tmp_path: Path) -> None
     assert (parameters["took"].int64_param, parameters["ok"].bool_param) == (3, True)
 
 
-@pytest.mark.parametrize("value", ["0.5", "None", "[1]"])
-def test_parameters_of_responses_are_what_triton_takes(client: InferenceServerClient, value: str) -> None:
-    with pytest.raises(InferenceServerException, match="parameter 'of' is a .*, expected one of bool, int, str"):
-        answered(client, f"[pb_utils.InferenceResponse([], parameters={{'of': {value}}})]")
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        ("{'of': 0.5}", "values to have type bool/int/str, found type <class 'float'> of 'of'"),
+        ("{'of': None}", "values to have type bool/int/str, found type <class 'NoneType'> of 'of'"),
+        ("{1: 'of'}", r"keys to have type str, found type <class 'int'> \(1\)"),
+        ("[]", "to be a dict, got <class 'list'>"),
+    ],
+)
+def test_parameters_of_responses_are_what_triton_takes(client: InferenceServerClient, parameters: str, text: str) -> None:
+    with pytest.raises(InferenceServerException, match=f"Expect parameters {text}"):
+        answered(client, f"[pb_utils.InferenceResponse([], parameters={parameters})]")
 
 
 CRASHES = """
