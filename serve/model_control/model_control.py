@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Coroutine, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
@@ -63,6 +64,8 @@ class ModelControl:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._uploads = UploadedModels(core, self._threads, allowed=options.uploads)
         self._nested: list[tuple[str, str]] = []  # models being loaded, each with a model that it waits for
+        self._steps_in_use = Counter[str]()  # models of the steps of ensembles that are being loaded by request
+        self._load_ended = asyncio.Event()  # set at the end of the next load by request
         self._tasks: set[asyncio.Task[None]] = set()
         self._loaded_as_steps: set[str] = set()  # models loaded for ensembles, and not by a request of their own
         self._refused_ensembles: set[str] = set()  # retried when another model has come, in the mode POLL
@@ -215,20 +218,26 @@ class ModelControl:
 
     async def _load_local(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         self._loaded_as_steps.discard(name)
-        # The steps are loaded outside the ensemble's lock: nested locks could deadlock.
-        refused_steps = [] if files else await self._load_steps(name, config)
-        async with self._lock(name):
-            repository = await self._uploads.store(name, config, files) if files else self._repository
-            try:
-                await self._load_from(repository, name, config, refused_steps)
-            finally:
-                self._uploads.drop_unused(name)
+        steps = [] if files else await self._below(name, await self._declared(self._repository, name, config))
+        self._steps_in_use.update(steps)
+        try:
+            # The steps are loaded outside the ensemble's lock: nested locks could deadlock.
+            refused_steps = await self._load_steps(steps)
+            async with self._lock(name):
+                repository = await self._uploads.store(name, config, files) if files else self._repository
+                try:
+                    await self._load_from(repository, name, config, refused_steps)
+                finally:
+                    self._uploads.drop_unused(name)
+        finally:
+            self._steps_in_use -= Counter(steps)
+            ended, self._load_ended = self._load_ended, asyncio.Event()
+            ended.set()
 
-    async def _load_steps(self, name: str, config: str | None) -> list[str]:
+    async def _load_steps(self, steps: list[str]) -> list[str]:
         """Load the models of an ensemble's steps that are not served yet; returns the reasons of refusals."""
-        declared = await self._declared(self._repository, name, config)
         reasons = []
-        for step in await self._below(name, declared):
+        for step in steps:
             async with self._lock(step):
                 if self._core.served(step):
                     continue
@@ -266,6 +275,8 @@ class ModelControl:
             raise FailedPreconditionError(f"model {name!r} was refused: {'; '.join(reasons)}")
 
     async def _unload(self, name: str, *, dependents: bool) -> None:
+        while self._steps_in_use[name] > 0:  # an ensemble that is being loaded needs it
+            await self._load_ended.wait()
         steps = self._steps(name)
         async with self._lock(name):
             await self._switch.take_out(name)
