@@ -22,7 +22,7 @@ from halfserve.serve.engine.model_calls import CoreUser, ModelCalls
 from halfserve.serve.engine.model_statistics import LatencyFigures
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.repository.model_repository import ModelRepository
-from halfserve.serve.engine.resource_limits import memory_limit_bytes, most_connections, most_files
+from halfserve.serve.engine.resource_limits import memory_limit_bytes, most_connections, most_files, usable_cores
 from halfserve.serve.fleet.member.handover import ADMIN, GRPC, HTTP, METRICS
 from halfserve.serve.fleet.member.membership import membership
 from halfserve.serve.fleet.member.supervisor_link import Membership, SupervisorLink
@@ -274,11 +274,13 @@ def _control(core: InferenceCore, options: ServerOptions, runtime: Runtime) -> M
         certificate_key=_certificate_key(options.control.certificate_key),
         needs_config=options.control.needs_config,
     )
-    name = options.control.config_name
+    name, chosen = options.control.config_name, options.control
+    if options.processes > 1 and not chosen.load_threads:  # they load the same models at the same time
+        chosen = replace(chosen, load_threads=max(1, usable_cores() // options.processes))
     if isinstance(options.path, Path):
-        return ModelControl(core, ModelRepository(options.path, *options.more_paths, config_name=name), loader, options.control)
+        return ModelControl(core, ModelRepository(options.path, *options.more_paths, config_name=name), loader, chosen)
     copy = RepositoryCopy(options.path)
-    return ModelControl(core, ModelRepository(copy.path), loader, options.control, copy)
+    return ModelControl(core, ModelRepository(copy.path), loader, chosen, copy)
 
 
 def _keep_responses(core: InferenceCore, size: int) -> None:

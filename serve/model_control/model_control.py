@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Coroutine, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
@@ -66,6 +67,8 @@ class ModelControl:
         self._uploads = UploadedModels(core, self._threads, allowed=options.uploads)
         self._overrides = ConfigOverrides(repository, self._threads)
         self._nested: list[tuple[str, str]] = []  # models being loaded, each with a model that it waits for
+        self._steps_in_use = Counter[str]()  # models of the steps of ensembles that are being loaded by request
+        self._load_ended = asyncio.Event()  # set at the end of the next load by request
         self._tasks: set[asyncio.Task[None]] = set()
         self._loaded_as_steps: set[str] = set()  # models loaded for ensembles, and not by a request of their own
         self._refused_ensembles: set[str] = set()  # retried when another model has come, in the mode POLL
@@ -227,27 +230,37 @@ class ModelControl:
 
     async def _load_local(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         self._loaded_as_steps.discard(name)
-        # The steps are loaded outside the ensemble's lock: nested locks could deadlock.
-        refused_steps = [] if files else await self._load_steps(name, config)
-        async with self._lock(name):
-            if files:
-                repository, override = await self._uploads.store(name, config, files), None
-            else:
-                repository, override = self._repository, await self._overrides.for_load(name, config)
-                config = None if override is None else override.config
-            try:
-                await self._load_from(repository, name, config, refused_steps)
-            finally:
-                self._uploads.drop_unused(name)
-            self._overrides.set(name, override)
+        steps = [] if files else await self._steps_of_load(name, config)
+        self._steps_in_use.update(steps)
+        try:
+            # The steps are loaded outside the ensemble's lock: nested locks could deadlock.
+            refused_steps = await self._load_steps(steps)
+            async with self._lock(name):
+                if files:
+                    repository, override = await self._uploads.store(name, config, files), None
+                else:
+                    repository, override = self._repository, await self._overrides.for_load(name, config)
+                    config = None if override is None else override.config
+                try:
+                    await self._load_from(repository, name, config, refused_steps)
+                finally:
+                    self._uploads.drop_unused(name)
+                self._overrides.set(name, override)
+        finally:
+            self._steps_in_use -= Counter(steps)
+            ended, self._load_ended = self._load_ended, asyncio.Event()
+            ended.set()
 
-    async def _load_steps(self, name: str, config: str | None) -> list[str]:
-        """Load the models of an ensemble's steps that are not served yet; returns the reasons of refusals."""
+    async def _steps_of_load(self, name: str, config: str | None) -> list[str]:
+        """Return the models of the steps of an ensemble that is to be loaded, with this configuration or the one it keeps."""
         if config is None:
             config = await self._overrides.kept(name)
-        declared = await self._declared(self._repository, name, config)
+        return await self._below(name, await self._declared(self._repository, name, config))
+
+    async def _load_steps(self, steps: list[str]) -> list[str]:
+        """Load the models of an ensemble's steps that are not served yet; returns the reasons of refusals."""
         reasons = []
-        for step in await self._below(name, declared):
+        for step in steps:
             async with self._lock(step):
                 if self._core.served(step):
                     continue
@@ -287,6 +300,8 @@ class ModelControl:
             raise refusal.like(TritonPhrase.LOAD_FAILED, model=name)
 
     async def _unload(self, name: str, *, dependents: bool) -> None:
+        while self._steps_in_use[name] > 0:  # an ensemble that is being loaded needs it
+            await self._load_ended.wait()
         steps = self._steps(name)
         async with self._lock(name):
             await self._switch.take_out(name)

@@ -85,13 +85,14 @@ class PythonRuntime:
         """Return the interface that a completed configuration declares.
 
         Raises:
-            ModelLoadError: it has no outputs, or one has no datatype or dims.
+            ModelLoadError: an input or output has no datatype or dims.
         """
-        config, source = declared.message, declared.source
-        if not config.output:
-            raise ModelLoadError(
-                f"{source}: the Python model {path.name} has no outputs; declare inputs and outputs there or in its "
-                f'{COMPLETES}, e.g. output {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }}'
+        config = declared.message
+        if not config.output:  # as a model that only loads others, or has effects
+            logger.warning(
+                "%s: the Python model %s has no outputs; unless that is meant, declare inputs and outputs there or in its "
+                '%s, e.g. output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }',
+                *(declared.source, path.name, COMPLETES),
             )
         interface = declared_interface(declared, PYTHON)
         added_inputs, added_outputs = sequence_tensors(config)

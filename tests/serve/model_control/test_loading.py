@@ -25,6 +25,7 @@ from halfserve.serve.model_control.control_options import ControlMode
 from halfserve.serve.model_control.loader_thread import LoaderThread
 from halfserve.serve.model_control.model_control import ModelControl
 from tests.models import save_mlp
+from tests.serve.ensemble_folders import CHAIN, save_add, save_ensemble
 from tests.serve.model_control.controlled import ask, control, lines
 from tests.serve.running_server import WAIT_S, RunningServer, running_server
 from tests.serve.standing_still import StandingLoop
@@ -258,6 +259,24 @@ def test_a_load_that_hangs_is_refused_and_others_go_on(tmp_path: Path) -> None:
         client.load_model("well", client_timeout=WAIT_S)
         assert [line[:3] for line in lines(server)] == [("stuck", "1", "UNAVAILABLE"), ("well", "1", "READY")]
         assert len(ask(client, "well")) == 10
+
+
+def test_a_step_is_unloaded_after_the_load_of_its_ensemble(tmp_path: Path) -> None:
+    save_add(tmp_path / "one", 1)
+    save_add(tmp_path / "ten", 10)
+    save_ensemble(tmp_path / "chain", CHAIN)
+    runtime = HeldRuntime("ten")
+    with controlling(tmp_path, runtime, runtime.release) as (server, made, client), ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(client.load_model, "chain", client_timeout=WAIT_S)
+        try:
+            assert runtime.entered.wait(WAIT_S)
+            unloading = server.call(lambda: asyncio.ensure_future(made.unload("one")))
+            server.call(lambda: None)
+        finally:
+            runtime.release.set()
+        loading.result(WAIT_S)
+        server.run(asyncio.wait_for(unloading, WAIT_S))
+        assert [client.is_model_ready(name) for name in ("chain", "one", "ten")] == [False, False, True]
 
 
 def test_the_index_does_not_wait_for_a_load(tmp_path: Path) -> None:

@@ -464,6 +464,21 @@ def test_a_model_logs_to_the_servers_log(tmp_path: Path, caplog: pytest.LogCaptu
     assert told == [("WARNING", "logs/1: getting old"), ("ERROR", "logs/1: and older")]
 
 
+def test_a_model_without_inputs_and_outputs_is_served_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            return [pb_utils.InferenceResponse([]) for _ in requests]
+    """
+    save_python_model(tmp_path, "bare", code, config=None)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        for _ in range(2):
+            assert not client.infer("bare", []).get_response().outputs
+        with pytest.raises(InferenceServerException, match="input 'x' is not one of the model's"):
+            infer(client, "bare", np.ones(1, np.float32))
+    assert "the Python model model.py has no outputs; unless that is meant, declare" in caplog.text
+
+
 def test_an_optional_input_may_be_left_out(tmp_path: Path) -> None:
     code = """
     class TritonPythonModel:
