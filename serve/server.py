@@ -194,7 +194,6 @@ async def serve(
         defaults=options.defaults,
         warm_up_budget_s=options.control.warm_up_budget_s,
         certificate_key=_certificate_key(options.control.certificate_key),
-        needs_config=options.control.needs_config,
     )
     control = _control(core, options, loader)
     try:
@@ -260,11 +259,13 @@ def addresses(options: ServerOptions) -> dict[str, Address]:
 
 
 def _control(core: InferenceCore, options: ServerOptions, loader: VersionLoader) -> ModelControl:
-    name = options.control.config_name
+    chosen = options.control
     if isinstance(options.path, Path):
-        return ModelControl(core, ModelRepository(options.path, *options.more_paths, config_name=name), loader, options.control)
+        paths = (options.path, *options.more_paths)
+        repository = ModelRepository(*paths, config_name=chosen.config_name, needs_config=chosen.needs_config)
+        return ModelControl(core, repository, loader, chosen)
     copy = RepositoryCopy(options.path)
-    return ModelControl(core, ModelRepository(copy.path), loader, options.control, copy)
+    return ModelControl(core, ModelRepository(copy.path, needs_config=chosen.needs_config), loader, chosen, copy)
 
 
 def _keep_responses(core: InferenceCore, size: int) -> None:

@@ -43,7 +43,6 @@ class VersionLoader:
         defaults: settings that a model's configuration leaves open.
         warm_up_budget_s: see `ControlOptions`.
         certificate_key: public key that must have signed the models' certificates; None requires no signature.
-        needs_config: see `ControlOptions`.
     """
 
     runtime: Runtime
@@ -51,7 +50,6 @@ class VersionLoader:
     defaults: Defaults
     warm_up_budget_s: float
     certificate_key: VerifyingKey | None = None
-    needs_config: bool = False
 
     def load(self, files: ModelFiles) -> Model:
         """Check, load and try out one version, which is not started yet. May be called on any thread.
@@ -59,8 +57,6 @@ class VersionLoader:
         Raises:
             ModelLoadError: the version cannot be served; the message gives the reason.
         """
-        if self.needs_config:
-            require_complete(files.config)
         try:
             verdict = check_certificate(files.model, files.config, self.certificate_key)
             require_memory(files.model, sum(max(1, group.count) for group in files.config.message.instance_group))
@@ -166,20 +162,3 @@ def _data(model: Path) -> tuple[frozenset[str], int]:
             return opened.data_files, data_bytes(opened.model, model)
     except ModelLoadError:  # or it is another kind of model; loading it reports the error
         return frozenset(), 0
-
-
-def require_complete(declared: DeclaredConfig) -> None:
-    """Check that a configuration says what would otherwise be read from the model.
-
-    Raises:
-        ModelLoadError: it names no platform or backend, or no inputs or outputs with datatypes.
-    """
-    message = declared.message
-    missing = [] if message.platform or message.backend else ["platform or backend"]
-    for kind, entries in (("input", message.input), ("output", message.output)):
-        if not entries or not all(entry.data_type and entry.dims for entry in entries):
-            missing.append(f"{kind} with data_type and dims")
-    if missing:
-        raise ModelLoadError(
-            f"{declared.source}: has no {', no '.join(missing)}, which --require-config wants; write them down"
-        )

@@ -315,8 +315,8 @@ class SharedMemory:
             refusal = InvalidArgumentError("the region has no name; expected one that requests can use")
             raise refusal.like(unnamed, **facts)
         if name in self._regions:
-            refusal = AlreadyExistsError(f"shared memory region {name!r} is registered already; unregister it first")
-            raise refusal.like(TritonPhrase.REGION_EXISTS, region=name)
+            taken = AlreadyExistsError(f"shared memory region {name!r} is registered already; unregister it first")
+            raise taken.like(TritonPhrase.REGION_EXISTS, region=name)
 
 
 class RegionUse:

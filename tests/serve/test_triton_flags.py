@@ -211,7 +211,8 @@ def test_a_script_starts_waits_for_and_ends_the_server(tmp_path: Path) -> None:
     for root, model in (("a", "mlp"), ("b", "other")):
         save_mlp(tmp_path / root / model / "1" / "model.onnx")
     flags = [f"--model-repository={tmp_path}/a", f"--model-store={tmp_path}/b", "--http-address=127.0.0.1", "--log-verbose=1"]
-    ports = [f"--{name}-port=0" for name in ("http", "grpc", "metrics")]
+    flags += ["--allow-grpc=false", f"--log-file={tmp_path}/log"]
+    ports = [f"--{name}-port=0" for name in ("http", "metrics")]
     command = [sys.executable, "-m", "halfserve", "triton", "--", *flags, *ports]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as script:
         try:
@@ -220,9 +221,14 @@ def test_a_script_starts_waits_for_and_ends_the_server(tmp_path: Path) -> None:
             address = ready[ready.index("http://") :].split()[0].rstrip("/,;")
             answer = httpx.get(f"{address}/v2/health/ready", timeout=60)
             assert (answer.status_code, answer.content) == (200, b"")  # curl -w "%{http_code}" prints the status alone
+            assert httpx.get(f"{address}/v2", timeout=60).json()["name"] == "triton"
+            error = httpx.get(f"{address}/v2/models/missing", timeout=60).json()["error"]
+            assert error.startswith("Request for unknown model: 'missing' is not found: ")
+            assert any("no gRPC, ready in" in line for line in script.stdout)
             for model in ("mlp", "other"):
                 assert httpx.get(f"{address}/v2/models/{model}/ready", timeout=60).status_code == 200
             script.send_signal(signal.SIGINT)
             assert script.wait(60) == 0
+            assert (tmp_path / "log").exists()
         finally:
             script.kill()
