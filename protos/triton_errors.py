@@ -89,6 +89,7 @@ class TritonPhrase(Enum):
 
     MODEL_FAILED = "Failed to process the request(s) for model '{model}', message"
     NOT_NONE = "Python model '{model}' is using the decoupled mode and the execute function must return None."
+    RESCHEDULED = "Expected a None object in the execute function return list for reschduled request."
     FINAL_BEFORE_RESPONSE = "Unable to send response. Non-decoupled model cannot send complete final before sending a response."
     SECOND_RESPONSE = "Unable to send response. Non-decoupled model cannot send more than one response."
     SENDER_CLOSED = "Unable to send response. Response sender has been closed."
