@@ -43,7 +43,7 @@ from halfserve.serve.startup_report import StartupReport
 from halfserve.serve.storage.repository_copy import RepositoryCopy
 from halfserve.serve.storage.storage_options import ObjectStorage
 from halfserve.serve.transports.listener import ConnectionLimit
-from halfserve.serve.transports.listening import Address
+from halfserve.serve.transports.listening import Address, listen
 from halfserve.serve.transports.transport import Transport, TransportName, make_transport
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class ServerOptions:
         host: address to listen on.
         grpc: whether there is a gRPC port.
         grpc_port: gRPC port; 0 for a free one.
+        reuse_ports: whether other servers may listen on the ports of gRPC and HTTP too.
         placement: devices and threads on which models run.
         defaults: values for settings that a model's configuration omits.
         control: selection, loading and unloading of models.
@@ -98,6 +99,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     grpc: bool = True
     grpc_port: int = 8001
+    reuse_ports: bool = False
     placement: DevicePlacement = field(default_factory=DevicePlacement)
     defaults: Defaults = field(default_factory=Defaults)
     control: ControlOptions = field(default_factory=ControlOptions)
@@ -211,7 +213,7 @@ async def serve(
         listening: list[Transport | RestServer] = []
         collecting = asyncio.create_task(collect_when_idle())
         try:
-            sockets = {} if link is None else link.sockets
+            sockets = _shared_sockets(options) if link is None else link.sockets
             await member.join(service)
             report = await _listen(options, core, service, security, sockets, listening, member, started_s)
             security.start()
@@ -246,9 +248,10 @@ def _certificate_key(path: Path | None) -> VerifyingKey | None:
 def addresses(options: ServerOptions) -> dict[str, Address]:
     """Return the addresses that a server with these options listens on."""
     host, http, security = options.host, options.http, options.security
-    found = {GRPC: Address(host, options.grpc_port, "--grpc-port")} if options.grpc else {}
+    shared = options.reuse_ports
+    found = {GRPC: Address(host, options.grpc_port, "--grpc-port", is_shared=shared)} if options.grpc else {}
     if http is not None:
-        found[HTTP] = Address(host, http.port, "--http-port")
+        found[HTTP] = Address(host, http.port, "--http-port", is_shared=shared)
         if http.metrics_port is not None:
             found[METRICS] = Address(host, http.metrics_port, "--metrics-port")
     if security.admin_socket is not None:
@@ -256,6 +259,11 @@ def addresses(options: ServerOptions) -> dict[str, Address]:
     elif security.admin_port is not None:
         found[ADMIN] = Address(host, security.admin_port, "--admin-port")
     return found
+
+
+def _shared_sockets(options: ServerOptions) -> Mapping[str, Sequence[socket.socket]]:
+    """Listen on the ports that other servers may use too."""
+    return {name: listen(address) for name, address in addresses(options).items() if address.is_shared}
 
 
 def _control(core: InferenceCore, options: ServerOptions, loader: VersionLoader) -> ModelControl:

@@ -56,17 +56,18 @@ SWITCH_OPTIONS = {
     "exit-on-error": (False, "--keep-going"),
     "disable-auto-complete-config": (True, "--require-config"),
     "strict-model-config": (True, "--require-config"),
+    "reuse-grpc-port": (True, "--reuse-ports"),
+    "reuse-http-port": (True, "--reuse-ports"),
 }
 TRANSLATED_SWITCHES = {
     *("allow-grpc", "allow-http", "allow-metrics", "allow-client-shm", "exit-on-error", "grpc-use-ssl", "grpc-use-ssl-mutual"),
     *("disable-auto-complete-config", "strict-model-config", "strict-readiness", "model-namespacing"),
+    *("reuse-grpc-port", "reuse-http-port"),
 }
 # Switches that are refused when they are on: a script that sets them expects what is not here.
 REFUSED_SWITCHES = {
     "allow-sagemaker": "there is no port for SageMaker; send requests to the REST port, or leave the flag out",
     "allow-vertex-ai": "there is no port for Vertex AI; send requests to the REST port, or leave the flag out",
-    "reuse-http-port": "two servers cannot share a port; start one with `halfserve serve --processes` instead",
-    "reuse-grpc-port": "two servers cannot share a port; start one with `halfserve serve --processes` instead",
 }
 REFUSED = {
     "model-load-gpu-limit": "the device's memory is the limit; leave the flag out",

@@ -125,6 +125,9 @@ def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
     words = iter(flags)
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")
+        meant = [flag for flag in FLAGS if flag.startswith(name)]
+        if name not in FLAGS and len(meant) == 1:  # as getopt_long understands it
+            name = meant[0]
         if not word.startswith("--") or name not in FLAGS:
             raise TritonFlagError(f"{word.partition('=')[0]!r} is no flag of tritonserver that is known here")
         if equals or name in NO_VALUE:

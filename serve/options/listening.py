@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -37,6 +38,10 @@ class Listening:
             show_default=False,
         ),
     ] = None
+    reuse_ports: Annotated[
+        bool,
+        _listening("--reuse-ports", help="Share the ports of gRPC and HTTP with other servers that say so; not on Windows."),
+    ] = ServerOptions.reuse_ports
     metrics_port: Annotated[
         int | None,
         _listening(
@@ -98,6 +103,8 @@ class Listening:
     def __post_init__(self) -> None:
         if self.shared_memory_mode is SharedMemoryMode.TRUSTED and not self.shared_memory:
             raise typer.BadParameter("--shared-memory-mode trusted needs --shared-memory; add it or leave the mode out")
+        if self.reuse_ports and (self.transport is TransportName.GRPCIO or not hasattr(socket, "SO_REUSEPORT")):
+            raise typer.BadParameter("--reuse-ports needs --transport nghttp2, and a system that can share ports; leave it out")
         if not self.grpc and not self.http:
             raise typer.BadParameter("--no-grpc and --no-http leave nothing to serve; leave one of them out")
         for option, is_given in (

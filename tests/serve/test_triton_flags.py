@@ -63,6 +63,8 @@ def arguments(*flags: str) -> list[str]:
         ),
         ("--exit-timeout-secs=7 --log-info=true", "--drain-seconds 7"),
         ("--allow-grpc=0", "--no-grpc"),
+        ("--reuse-grpc-port=true --reuse-http-port=true", "--reuse-ports"),
+        ("--exit-on-err=false", "--keep-going"),
         ("--model-control-mode=POLL --model-config-name=h100", "--model-control poll --model-config-name h100"),
         ("--disable-auto-complete-config --strict-model-config=true", "--require-config"),
         ("--strict-model-config=false --rate-limit=off --model-namespacing=true --allow-client-shm=true", ""),
@@ -93,7 +95,7 @@ def arguments(*flags: str) -> list[str]:
             "--grpc-header-forward-pattern x --http-restricted-api health:a=b",
         ),
     ],
-    ids=range(20),
+    ids=range(22),
 )
 def test_flags_become_options(flags: str, expected: str) -> None:
     assert arguments(*flags.split()) == expected.split()
@@ -190,10 +192,9 @@ def test_each_ignored_flag_gets_one_line() -> None:
         ("--model-repository=a --model-load-gpu-limit=0:0.5", "--model-load-gpu-limit cannot be honoured: .*leave"),
         ("--model-repository=a --model-repository=b --model-namespacing=true", "--model-namespacing=true cannot .*rename them"),
         ("--model-repository=a --allow-vertex-ai=true", "--allow-vertex-ai=true cannot be honoured: .*leave the flag out"),
-        ("--model-repository=a --reuse-grpc-port=true", "--reuse-grpc-port=true cannot be honoured: .*--processes"),
         ("--model-repository=a --trace-config=mode=x", "--trace-config has the mode 'x', expected triton or opentelemetry"),
     ],
-    ids=range(17),
+    ids=range(16),
 )
 def test_flags_that_cannot_be_honoured_are_refused(flags: str, text: str) -> None:
     with pytest.raises(TritonFlagError, match=f"^{text}"):
