@@ -251,7 +251,8 @@ def addresses(options: ServerOptions) -> dict[str, Address]:
     shared = options.reuse_ports
     found = {GRPC: Address(host, options.grpc_port, "--grpc-port", is_shared=shared)} if options.grpc else {}
     if http is not None:
-        found[HTTP] = Address(host, http.port, "--http-port", is_shared=shared)
+        if http.port is not None:
+            found[HTTP] = Address(host, http.port, "--http-port", is_shared=shared)
         if http.metrics_port is not None:
             found[METRICS] = Address(host, http.metrics_port, "--metrics-port")
     if security.admin_socket is not None:
@@ -362,7 +363,7 @@ async def _listen(
         host=options.host,
         grpc_port=grpc_port,
         seconds=time.monotonic() - started_s,
-        http_port=None if rest is None else rest.port,
+        http_port=None if rest is None else rest.port or None,
         metrics_port=None if rest is None else rest.metrics_port,
         admin_port=admin_port,
         processes=options.processes,

@@ -8,7 +8,6 @@ OWN_TRUST = ["--shared-memory", "--trust-python-models"]  # what tritonserver 2.
 SECRETS = {"--grpc-restricted-protocol", "--http-restricted-api"}
 # Options of `halfserve serve` that take a flag's value unchanged, by flag.
 SAME = {
-    "http-port": "--http-port",
     "grpc-port": "--grpc-port",
     "model-control-mode": "--model-control",
     "repository-poll-secs": "--poll-seconds",
@@ -129,7 +128,7 @@ OPENTELEMETRY = {
     "opentelemetry,bsp_max_export_batch_size": "OTEL_BSP_MAX_EXPORT_BATCH_SIZE",
 }
 OTHERS = {
-    *("metrics-port", "cache-config", "response-cache-byte-size", "backend-config", "trace-config", *TRACE_FLAGS),
+    *("http-port", "metrics-port", "cache-config", "response-cache-byte-size", "backend-config", "trace-config", *TRACE_FLAGS),
     *("id", "log-file", "rate-limit", "help", "version"),
 }
 FLAGS = {*SAME, *FILES, *ADDRESSES, *REPOSITORIES, *SWITCHES, *IGNORED, *REFUSED, *OTHERS}

@@ -32,9 +32,9 @@ class Listening:
     http_port: Annotated[
         int | None,
         _listening(
-            min=0,
+            min=-1,
             max=65535,
-            help=f"Port of REST and the page, {HTTP_PORT} by default; 0 finds a free one, as --grpc-port 0 does.",
+            help=f"Port of REST and the page, {HTTP_PORT} by default; 0 finds a free one, as --grpc-port 0 does, -1 has none.",
             show_default=False,
         ),
     ] = None
@@ -105,10 +105,10 @@ class Listening:
             raise typer.BadParameter("--shared-memory-mode trusted needs --shared-memory; add it or leave the mode out")
         if self.reuse_ports and (self.transport is TransportName.GRPCIO or not hasattr(socket, "SO_REUSEPORT")):
             raise typer.BadParameter("--reuse-ports needs --transport nghttp2, and a system that can share ports; leave it out")
-        if not self.grpc and not self.http:
-            raise typer.BadParameter("--no-grpc and --no-http leave nothing to serve; leave one of them out")
+        if not self.grpc and (not self.http or self.http_port == -1):
+            raise typer.BadParameter("--no-grpc without a port for REST leaves nothing to serve; leave it out")
         for option, is_given in (
-            ("--http-port", self.http_port is not None),
+            ("--http-port", self.http_port is not None and self.http_port >= 0),
             ("--metrics-port", self.metrics_port is not None and self.metrics_port >= 0),
             ("--http-allowed-host", bool(self.http_allowed_host)),
             ("--http-allowed-origin", bool(self.http_allowed_origin)),
@@ -128,7 +128,7 @@ class Listening:
         with reading("--http-allowed-origin"):
             origins = tuple(map(checked_origin, self.http_allowed_origin or ()))
         return HttpOptions(
-            port=usual_http if self.http_port is None else self.http_port,
+            port=usual_http if self.http_port is None else self.http_port if self.http_port >= 0 else None,
             metrics_port=None if metrics is None or metrics < 0 else metrics,
             allowed_hosts=tuple(self.http_allowed_host or ()),
             allowed_origins=origins,

@@ -51,7 +51,9 @@ def arguments(*flags: str) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--http-port=1 --grpc-port 2 --metrics-port=3", "--http-port 1 --grpc-port 2 --metrics-port 3"),
+        ("--http-port=1 --grpc-port 2 --metrics-port=3", "--grpc-port 2 --http-port 1 --metrics-port 3"),
+        ("--allow-http=false --http-port=1 --metrics-port=3", "--http-port -1 --metrics-port 3"),
+        ("--allow-http=0 --allow-metrics=0 --http-port=1", "--no-http"),
         ("--allow-metrics=false --allow-grpc=true", "--metrics-port -1"),
         (
             "--model-control-mode=explicit --load-model=a --load-model=b",
@@ -95,7 +97,7 @@ def arguments(*flags: str) -> list[str]:
             "--grpc-header-forward-pattern x --http-restricted-api health:a=b",
         ),
     ],
-    ids=range(22),
+    ids=range(24),
 )
 def test_flags_become_options(flags: str, expected: str) -> None:
     assert arguments(*flags.split()) == expected.split()

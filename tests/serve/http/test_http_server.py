@@ -407,3 +407,11 @@ def test_there_may_be_no_metrics_port_and_no_page(server: RunningServer) -> None
         assert rest.metrics_port is None
         assert httpx.get(f"http://127.0.0.1:{rest.port}/", timeout=60).status_code == 404
         assert httpx.get(f"http://127.0.0.1:{rest.port}/v2", timeout=60).status_code == 200
+
+
+def test_metrics_are_served_without_rest(server: RunningServer) -> None:
+    with running_http(server, HttpOptions(port=None, metrics_port=0)) as rest:
+        assert (rest.port, bool(rest.metrics_port)) == (0, True)
+        answer = httpx.get(f"http://127.0.0.1:{rest.metrics_port}/metrics")
+        assert (answer.status_code, "halfserve_ready 1" in answer.text) == (200, True)
+        assert httpx.get(f"http://127.0.0.1:{rest.metrics_port}/v2").status_code == 404
