@@ -19,6 +19,7 @@ HTTP_PORT, METRICS_PORT = HttpOptions.port, HttpOptions.metrics_port
 MAX_TEXT_MIB = 32  # the texts of one request have at most 8 Mi characters, of up to 4 bytes each
 
 _listening = partial(typer.Option, rich_help_panel="Listening")
+_as_triton = partial(typer.Option, rich_help_panel="As in Triton")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class Listening:
 
     host: Annotated[str, _listening(help="Address to listen on; 0.0.0.0 for all.")] = ServerOptions.host
     grpc_port: Annotated[int, _listening(min=0, max=65535, help="gRPC port; 0 finds a free one.")] = ServerOptions.grpc_port
-    grpc: Annotated[bool, _listening("--grpc/--no-grpc", help="Serve gRPC.")] = ServerOptions.grpc
+    grpc: Annotated[bool, _as_triton("--grpc/--no-grpc", help="Serve gRPC.")] = ServerOptions.grpc
     http: Annotated[bool, _listening("--http/--no-http", help="Serve REST, the page and metrics too.")] = True
     http_port: Annotated[
         int | None,
@@ -40,7 +41,7 @@ class Listening:
     ] = None
     reuse_ports: Annotated[
         bool,
-        _listening("--reuse-ports", help="Share the ports of gRPC and HTTP with other servers that say so; not on Windows."),
+        _as_triton("--reuse-ports", help="Share the ports of gRPC and HTTP with other servers that say so; not on Windows."),
     ] = ServerOptions.reuse_ports
     metrics_port: Annotated[
         int | None,
@@ -62,7 +63,7 @@ class Listening:
     ] = None
     http_max_input_size: Annotated[
         int,
-        _listening(min=1, help="Bytes of one HTTP request, as sent.", show_default=f"{HttpLimits.max_body_bytes // MIB} MiB"),
+        _as_triton(min=1, help="Bytes of one HTTP request, as sent.", show_default=f"{HttpLimits.max_body_bytes // MIB} MiB"),
     ] = HttpLimits.max_body_bytes
     max_text_mib: Annotated[
         int,
