@@ -23,6 +23,7 @@ from halfserve import cli
 from halfserve.configuration import key_of, variable
 from halfserve.export.conversion_settings import ConversionSettings, ModuleSettings, PipelineSettings
 from halfserve.protos.request_parameters import REQUEST_PARAMETERS, RESERVED_PREFIX
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.client.errors import error_of_code
 from halfserve.serve.engine import errors
 from halfserve.serve.engine.config.parameters import OWN_PARAMETERS
@@ -132,7 +133,8 @@ def _metrics() -> str:
     rows = [(f"`{family.name}`", family.type, family.documentation) for family in sorted(families, key=lambda f: f.name)]
     heading = "# Metrics\n\nThe metrics of a server with one model, which has a response cache, on its metrics port. "
     counters = (
-        "The samples of a `halfserve_` counter end in `_total`. Summaries need `--metrics-config summary_latencies=true`.\n\n"
+        "The samples of a `halfserve_` counter end in `_total`. Summaries need `--metrics-config summary_latencies=true`, and "
+        "the first response's histogram `--metrics-config histogram_latencies=true`.\n\n"
     )
     return heading + counters + _table(("name", "type", "meaning"), rows)
 
@@ -148,7 +150,8 @@ def _server() -> Iterator[int]:
         onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), model)
         Path(folder, "relu", "config.pbtxt").write_text("response_cache { enable: true }")
         ports = ["--grpc-port", "0", "--http-port", "0", "--metrics-port", "0"]
-        command = [sys.executable, "-m", "halfserve", "serve", folder, *ports, "--metrics-config", "summary_latencies=true"]
+        latencies = [f"--metrics-config={kind}_latencies=true" for kind in ("summary", "histogram")]
+        command = [sys.executable, "-m", "halfserve", "serve", folder, *ports, *latencies]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             lines = iter(server.stdout or ())
@@ -169,7 +172,17 @@ def _statuses() -> str:
     )
     rows = (_status(kind, CODES[kind]) for kind in sorted(CODES, key=list(ADVICE).index))
     table = _table(("gRPC status", "REST", "client", "what happened", "what to do"), rows)
-    return f"{beginning}{table}\nAny other error is INTERNAL (500), and its text stays in the server's log.\n"
+    other = "Any other error is INTERNAL (500), and its text stays in the server's log.\n\n"
+    return f"{beginning}{table}\n{other}{_tritons_errors()}"
+
+
+def _tritons_errors() -> str:
+    heading = (
+        "## With `--triton-errors`\n\n`halfserve triton`, and `halfserve serve --triton-errors`, begin these errors with "
+        "Triton's text. Where a status is given, it is Triton's, and another than ours:\n\n"
+    )
+    rows = [(f"`{one.text}`", "" if one.code is None else Code(one.code).name) for one in TritonPhrase]
+    return heading + _table(("begins with", "gRPC status"), rows)
 
 
 def _status(kind: type[InferenceError], code: Code) -> tuple[str, ...]:

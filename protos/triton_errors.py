@@ -61,6 +61,8 @@ class TritonPhrase(Enum):
     )
     RAW_BYTES = "For BYTE datatype raw input '{input}', the model must have input shape [1]"
 
+    SEQUENCE_ROWS = "inference request to model '{model}' must specify batch-size 1 due to requirements of sequence batcher"
+    NO_SEQUENCE_ID = "inference request to model '{model}' must specify a non-zero or non-empty correlation ID"
     NOT_STARTED = (
         "inference request for sequence {sequence} to model '{model}' must specify the START flag on the first request of the "
         "sequence"
@@ -85,6 +87,7 @@ class TritonPhrase(Enum):
 
     MODEL_FAILED = "Failed to process the request(s) for model '{model}', message"
     NOT_NONE = "Python model '{model}' is using the decoupled mode and the execute function must return None."
+    RESCHEDULED = "Expected a None object in the execute function return list for reschduled request."
     FINAL_BEFORE_RESPONSE = "Unable to send response. Non-decoupled model cannot send complete final before sending a response."
     SECOND_RESPONSE = "Unable to send response. Non-decoupled model cannot send more than one response."
     SENDER_CLOSED = "Unable to send response. Response sender has been closed."
@@ -111,7 +114,7 @@ class TritonPhrase(Enum):
 # What the processes of Python models raise themselves.
 OF_PYTHON_MODELS = (
     *(TritonPhrase.NOT_NONE, TritonPhrase.FINAL_BEFORE_RESPONSE, TritonPhrase.SECOND_RESPONSE),
-    *(TritonPhrase.SENDER_CLOSED, TritonPhrase.BF16),
+    *(TritonPhrase.SENDER_CLOSED, TritonPhrase.BF16, TritonPhrase.RESCHEDULED),
 )
 
 

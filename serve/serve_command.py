@@ -88,6 +88,7 @@ def serve(
         host=listening.host,
         grpc=listening.grpc,
         grpc_port=listening.grpc_port,
+        reuse_ports=listening.reuse_ports,
         placement=computing.placement(count),
         defaults=batching.defaults(),
         compute_slots=computing.compute_slots,

@@ -43,7 +43,7 @@ from halfserve.serve.startup_report import StartupReport
 from halfserve.serve.storage.repository_copy import RepositoryCopy
 from halfserve.serve.storage.storage_options import ObjectStorage
 from halfserve.serve.transports.listener import ConnectionLimit
-from halfserve.serve.transports.listening import Address
+from halfserve.serve.transports.listening import Address, listen
 from halfserve.serve.transports.transport import Transport, TransportName, make_transport
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class ServerOptions:
         host: address to listen on.
         grpc: whether there is a gRPC port.
         grpc_port: gRPC port; 0 for a free one.
+        reuse_ports: whether other servers may listen on the ports of gRPC and HTTP too.
         placement: devices and threads on which models run.
         defaults: values for settings that a model's configuration omits.
         control: selection, loading and unloading of models.
@@ -98,6 +99,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     grpc: bool = True
     grpc_port: int = 8001
+    reuse_ports: bool = False
     placement: DevicePlacement = field(default_factory=DevicePlacement)
     defaults: Defaults = field(default_factory=Defaults)
     control: ControlOptions = field(default_factory=ControlOptions)
@@ -189,7 +191,7 @@ async def serve(
         listening: list[Transport | RestServer] = []
         collecting = asyncio.create_task(collect_when_idle())
         try:
-            sockets = {} if link is None else link.sockets
+            sockets = _shared_sockets(options) if link is None else link.sockets
             await member.join(service)
             report = await _listen(options, core, service, security, sockets, listening, member, started_s)
             security.start()
@@ -253,9 +255,11 @@ def _certificate_key(path: Path | None) -> VerifyingKey | None:
 def addresses(options: ServerOptions) -> dict[str, Address]:
     """Return the addresses that a server with these options listens on."""
     host, http, security = options.host, options.http, options.security
-    found = {GRPC: Address(host, options.grpc_port, "--grpc-port")} if options.grpc else {}
+    shared = options.reuse_ports
+    found = {GRPC: Address(host, options.grpc_port, "--grpc-port", is_shared=shared)} if options.grpc else {}
     if http is not None:
-        found[HTTP] = Address(host, http.port, "--http-port")
+        if http.port is not None:
+            found[HTTP] = Address(host, http.port, "--http-port", is_shared=shared)
         if http.metrics_port is not None:
             found[METRICS] = Address(host, http.metrics_port, "--metrics-port")
     if security.admin_socket is not None:
@@ -265,22 +269,28 @@ def addresses(options: ServerOptions) -> dict[str, Address]:
     return found
 
 
+def _shared_sockets(options: ServerOptions) -> Mapping[str, Sequence[socket.socket]]:
+    """Listen on the ports that other servers may use too."""
+    return {name: listen(address) for name, address in addresses(options).items() if address.is_shared}
+
+
 def _control(core: InferenceCore, options: ServerOptions, runtime: Runtime) -> ModelControl:
+    chosen = options.control
     loader = VersionLoader(
         runtime=runtime,
         placement=options.placement,
         defaults=options.defaults,
-        warm_up_budget_s=options.control.warm_up_budget_s,
-        certificate_key=_certificate_key(options.control.certificate_key),
-        needs_config=options.control.needs_config,
+        warm_up_budget_s=chosen.warm_up_budget_s,
+        certificate_key=_certificate_key(chosen.certificate_key),
     )
-    name, chosen = options.control.config_name, options.control
     if options.processes > 1 and not chosen.load_threads:  # they load the same models at the same time
         chosen = replace(chosen, load_threads=max(1, usable_cores() // options.processes))
     if isinstance(options.path, Path):
-        return ModelControl(core, ModelRepository(options.path, *options.more_paths, config_name=name), loader, chosen)
+        paths = (options.path, *options.more_paths)
+        repository = ModelRepository(*paths, config_name=chosen.config_name, needs_config=chosen.needs_config)
+        return ModelControl(core, repository, loader, chosen)
     copy = RepositoryCopy(options.path)
-    return ModelControl(core, ModelRepository(copy.path), loader, chosen, copy)
+    return ModelControl(core, ModelRepository(copy.path, needs_config=chosen.needs_config), loader, chosen, copy)
 
 
 def _keep_responses(core: InferenceCore, size: int) -> None:
@@ -369,7 +379,7 @@ async def _listen(
         host=options.host,
         grpc_port=grpc_port,
         seconds=time.monotonic() - started_s,
-        http_port=None if rest is None else rest.port,
+        http_port=None if rest is None else rest.port or None,
         metrics_port=None if rest is None else rest.metrics_port,
         admin_port=admin_port,
         processes=options.processes,

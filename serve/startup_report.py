@@ -58,6 +58,8 @@ def print_text(report: StartupReport, scheme: str) -> None:
     if report.http_port is not None:
         metrics = "" if report.metrics_port is None else f", metrics on {address_of(report.host, report.metrics_port)}"
         typer.echo(f"REST and a page on {scheme}://{address_of(report.host, report.http_port)}/{metrics}")
+    elif report.metrics_port is not None:
+        typer.echo(f"metrics on {address_of(report.host, report.metrics_port)}")
     if report.admin_port is not None:
         typer.echo(f"administration on {address_of(report.host, report.admin_port)}")
     typer.echo(f"hot path {build_in_use()}")

@@ -8,7 +8,6 @@ OWN_TRUST = ["--shared-memory", "--trust-python-models"]  # what tritonserver 2.
 SECRETS = {"--grpc-restricted-protocol", "--http-restricted-api"}
 # Options of `halfserve serve` that take a flag's value unchanged, by flag.
 SAME = {
-    "http-port": "--http-port",
     "grpc-port": "--grpc-port",
     "model-control-mode": "--model-control",
     "repository-poll-secs": "--poll-seconds",
@@ -57,17 +56,18 @@ SWITCH_OPTIONS = {
     "exit-on-error": (False, "--keep-going"),
     "disable-auto-complete-config": (True, "--require-config"),
     "strict-model-config": (True, "--require-config"),
+    "reuse-grpc-port": (True, "--reuse-ports"),
+    "reuse-http-port": (True, "--reuse-ports"),
 }
 TRANSLATED_SWITCHES = {
     *("allow-grpc", "allow-http", "allow-metrics", "allow-client-shm", "exit-on-error", "grpc-use-ssl", "grpc-use-ssl-mutual"),
     *("disable-auto-complete-config", "strict-model-config", "strict-readiness", "model-namespacing"),
+    *("reuse-grpc-port", "reuse-http-port"),
 }
 # Switches that are refused when they are on: a script that sets them expects what is not here.
 REFUSED_SWITCHES = {
     "allow-sagemaker": "there is no port for SageMaker; send requests to the REST port, or leave the flag out",
     "allow-vertex-ai": "there is no port for Vertex AI; send requests to the REST port, or leave the flag out",
-    "reuse-http-port": "two servers cannot share a port; start one with `halfserve serve --processes` instead",
-    "reuse-grpc-port": "two servers cannot share a port; start one with `halfserve serve --processes` instead",
 }
 REFUSED = {
     "model-load-gpu-limit": "the device's memory is the limit; leave the flag out",
@@ -128,7 +128,7 @@ OPENTELEMETRY = {
     "opentelemetry,bsp_max_export_batch_size": "OTEL_BSP_MAX_EXPORT_BATCH_SIZE",
 }
 OTHERS = {
-    *("metrics-port", "cache-config", "response-cache-byte-size", "backend-config", "trace-config", *TRACE_FLAGS),
+    *("http-port", "metrics-port", "cache-config", "response-cache-byte-size", "backend-config", "trace-config", *TRACE_FLAGS),
     *("id", "log-file", "rate-limit", "help", "version"),
 }
 FLAGS = {*SAME, *FILES, *ADDRESSES, *REPOSITORIES, *SWITCHES, *IGNORED, *REFUSED, *OTHERS}

@@ -125,6 +125,9 @@ def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
     words = iter(flags)
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")
+        meant = [flag for flag in FLAGS if flag.startswith(name)]
+        if name not in FLAGS and len(meant) == 1:  # as getopt_long understands it
+            name = meant[0]
         if not word.startswith("--") or name not in FLAGS:
             raise TritonFlagError(f"{word.partition('=')[0]!r} is no flag of tritonserver that is known here")
         if equals or name in NO_VALUE:
@@ -168,14 +171,13 @@ def _rename(made: Translation, given: dict[str, list[str]], switches: dict[str, 
 
 def _listen(made: Translation, given: dict[str, list[str]], switches: dict[str, bool]) -> None:
     has_http, has_metrics = switches.get("allow-http", True), switches.get("allow-metrics", True)
-    if not has_http:
+    if not has_http and not has_metrics:
         made.arguments.append("--no-http")
-        if has_metrics:
-            made.remarks.append("--allow-http=false: there are no metrics either")
-    elif not has_metrics:
-        made.arguments += ["--metrics-port", "-1"]
-    elif "metrics-port" in given:
-        made.arguments += ["--metrics-port", given["metrics-port"][-1]]
+        return
+    for name, is_on in (("http-port", has_http), ("metrics-port", has_metrics)):
+        port = given[name][-1] if name in given and is_on else "-1"
+        if name in given or not is_on:
+            made.arguments += [f"--{name}", port]
 
 
 def _check(made: Translation, given: dict[str, list[str]], switches: dict[str, bool]) -> None:

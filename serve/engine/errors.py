@@ -50,9 +50,11 @@ class InferenceError(Exception):
     Attributes:
         phrase: Triton's text for this error; None if no client compares it.
         facts: what the phrase names.
+        ensemble: name of the ensemble whose step failed; "" for none.
     """
 
     phrase: TritonPhrase | None = None
+    ensemble = ""
     facts: Mapping[str, object] = {}
 
     def __init__(self, text: str = "") -> None:
@@ -197,9 +199,10 @@ def errors_as_in_triton(is_on: bool) -> Iterator[None]:
 
 def told_text(error: Exception) -> str:
     """Return an error's text as a client gets it."""
-    if not Wording.as_triton or not isinstance(error, InferenceError) or error.phrase is None:
+    if not Wording.as_triton or not isinstance(error, InferenceError):
         return str(error)
-    return error.phrase.before(str(error), error.facts)
+    text = str(error) if error.phrase is None else error.phrase.before(str(error), error.facts)
+    return f"in ensemble {error.ensemble!r}, {text}" if error.ensemble else text
 
 
 def told_code(error: InferenceError) -> int | None:

@@ -91,13 +91,13 @@ class InferenceCore:
 
     @property
     def is_ready_for_clients(self) -> bool:
-        """Whether the server says that it is ready. With `needs_all_models` it does while every model is that was not unloaded,
-        as in Triton.
+        """Whether the server says that it is ready. With `needs_all_models` it does while every version is that was not
+        unloaded; as in Triton, a model without versions, such as one with a wrong configuration, does not count.
         """
         if not self.is_ready or not self.needs_all_models:
             return self.is_ready
         silent = {VersionState.READY, VersionState.UNLOADING}
-        return all(status.state in silent or status.reason in {NOT_LOADED, UNLOADED} for status in self.index())
+        return all(one.state in silent or not one.version or one.reason == UNLOADED for one in self.index())
 
     @property
     def changed(self) -> asyncio.Event:
@@ -380,7 +380,7 @@ class InferenceCore:
             return loading.like(TritonPhrase.NO_VERSION, model=name)
         if self.knows(name):
             gone = NotFoundError(f"model {name!r} is not served now; RepositoryIndex says why")
-            return gone.like(TritonPhrase.NO_VERSION, model=name)
+            return gone.like(TritonPhrase.NO_VERSION if any(known) else TritonPhrase.UNKNOWN_MODEL, model=name)
         unknown = NotFoundError(f"model {name!r} is not served here; RepositoryIndex lists what is")
         return unknown.like(TritonPhrase.UNKNOWN_MODEL, model=name)
 

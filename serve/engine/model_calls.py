@@ -114,7 +114,8 @@ class RunningCall:
         self._listener.done(model, error)
 
     def _too_late(self) -> None:
-        self.end(DeadlineExceededError("the time of the request for which this call is made was up before its answer"))
+        late = DeadlineExceededError("the time of the request for which this call is made was up before its answer")
+        self.end(late.like(TritonPhrase.QUEUE_TIMEOUT))
 
     def _drop(self) -> None:
         model, request = self._model, self._request

@@ -42,7 +42,7 @@ class HttpLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
-    port: int = 8000  # TCP port of the REST interface and the page; 0 for a free one
+    port: int | None = 8000  # TCP port of the REST interface and the page; 0 for a free one, None for no such port
     metrics_port: int | None = 8002  # TCP port of the metrics alone; 0 for a free one, None for no such port
     page: bool = True  # whether the page for people is served at "/"
     # Names by which browsers may address this server, besides localhost, addresses and the machine's own name. If some are

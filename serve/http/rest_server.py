@@ -85,10 +85,10 @@ class RestServer:
                 connections=connections,
             )
 
-        self._servers = [server(self._routes, "http", options.port)]
+        self._servers = [] if options.port is None else [server(self._routes, "http", options.port)]
         if options.metrics_port is not None:
             self._servers.append(server(lambda seen: routes_of(MetricsRoute(seen)), "metrics", options.metrics_port))
-        self.port = 0  # TCP port of the REST interface and the page; 0 before it listens
+        self.port = 0  # TCP port of the REST interface and the page; 0 before it listens, or without one
         self.metrics_port: int | None = None  # TCP port of the metrics alone; None without one
 
     async def start(self) -> None:
@@ -100,8 +100,10 @@ class RestServer:
         except BaseException:
             await self.stop(0.0)
             raise
-        self.port = ports[0]
-        self.metrics_port = ports[1] if len(ports) > 1 else None
+        if self._options.port is not None:
+            self.port = ports[0]
+        if self._options.metrics_port is not None:
+            self.metrics_port = ports[-1]
         self._core.figures.gauge("halfserve_http_connections", "Open HTTP connections", self._connections)
         self._texts.start()
         if self._page is not None:

@@ -19,6 +19,7 @@ from halfserve.serve.engine.errors import (
     NotFoundError,
     UnavailableError,
     UnmetStepsError,
+    Wording,
 )
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.repository.model_loading import models_below, warms_up_code
@@ -133,6 +134,8 @@ class ModelControl:
         self._require_explicit("unloaded")
         check_name(name)
         if not self._core.knows(name):
+            if Wording.as_triton:
+                return
             raise NotFoundError(f"model {name!r} is not loaded; RepositoryIndex lists what is")
         await asyncio.shield(self._task(self._unload(name, dependents=dependents)))
 
@@ -297,7 +300,8 @@ class ModelControl:
         if refused:
             reasons = [*refused_steps, *self._switch.reasons(repository, name, refused)]
             refusal = FailedPreconditionError(f"model {name!r} was refused: {'; '.join(reasons)}")
-            raise refusal.like(TritonPhrase.LOAD_FAILED, model=name)
+            is_polled = len(await self._threads.run(repository.having, name)) == 1
+            raise refusal.like(TritonPhrase.LOAD_FAILED if is_polled else TritonPhrase.NOT_IN_REPOSITORY, model=name)
 
     async def _unload(self, name: str, *, dependents: bool) -> None:
         while self._steps_in_use[name] > 0:  # an ensemble that is being loaded needs it

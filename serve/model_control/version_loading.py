@@ -38,7 +38,6 @@ class VersionLoader:
         defaults: settings that a model's configuration leaves open.
         warm_up_budget_s: see `ControlOptions`.
         certificate_key: public key that must have signed the models' certificates; None requires no signature.
-        needs_config: see `ControlOptions`.
     """
 
     runtime: Runtime
@@ -46,7 +45,6 @@ class VersionLoader:
     defaults: Defaults
     warm_up_budget_s: float
     certificate_key: VerifyingKey | None = None
-    needs_config: bool = False
 
     def load(self, files: ModelFiles) -> Model:
         """Check, load and try out one version, which is not started yet. May be called on any thread.
@@ -65,8 +63,6 @@ class VersionLoader:
         if is_ensemble(files.config.message):
             _warn_of_ignored(files.config, ENSEMBLE, on_device=False)
             return load_ensemble(files, self.defaults)
-        if self.needs_config:
-            require_complete(files.config)
         try:
             verdict = check_certificate(files.model, files.config, self.certificate_key)
             pause()
@@ -138,20 +134,3 @@ def _report_certificate(model: Model, verdict: str | None) -> None:
     model.config.parameters[VERDICT_KEY].string_value = verdict
     if verdict == "failed":
         logger.warning("%s: its certificate says that it is less accurate than its budget allows", model.path)
-
-
-def require_complete(declared: DeclaredConfig) -> None:
-    """Check that a configuration says what would otherwise be read from the model.
-
-    Raises:
-        ModelLoadError: it names no platform or backend, or no inputs or outputs with datatypes.
-    """
-    message = declared.message
-    missing = [] if message.platform or message.backend else ["platform or backend"]
-    for kind, entries in (("input", message.input), ("output", message.output)):
-        if not entries or not all(entry.data_type and entry.dims for entry in entries):
-            missing.append(f"{kind} with data_type and dims")
-    if missing:
-        raise ModelLoadError(
-            f"{declared.source}: has no {', no '.join(missing)}, which --require-config wants; write them down"
-        )

@@ -32,10 +32,11 @@ class AsTriton:
     http_header_forward_pattern: Annotated[str | None, _as_triton(help="The same for HTTP requests.")] = None
     metrics_config: Annotated[
         list[str] | None,
-        _as_triton(
+        typer.Option(
+            rich_help_panel="Observing",
             help="NAME=VALUE: counter_latencies=false leaves counters of durations out, summary_latencies=true adds summaries "
             "with quantiles, summary_quantiles=0.5:0.05,0.99:0.001 sets these, histogram_latencies=true adds histograms of the "
-            "time to the first response; may be repeated."
+            "time to the first response; may be repeated.",
         ),
     ] = None
     grpc_restricted_protocol: Annotated[

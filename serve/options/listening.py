@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -18,6 +19,7 @@ HTTP_PORT, METRICS_PORT = HttpOptions.port, HttpOptions.metrics_port
 MAX_TEXT_MIB = 32  # the texts of one request have at most 8 Mi characters, of up to 4 bytes each
 
 _listening = partial(typer.Option, rich_help_panel="Listening")
+_as_triton = partial(typer.Option, rich_help_panel="As in Triton")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,17 +28,21 @@ class Listening:
 
     host: Annotated[str, _listening(help="Address to listen on; 0.0.0.0 for all.")] = ServerOptions.host
     grpc_port: Annotated[int, _listening(min=0, max=65535, help="gRPC port; 0 finds a free one.")] = ServerOptions.grpc_port
-    grpc: Annotated[bool, _listening("--grpc/--no-grpc", help="Serve gRPC.")] = ServerOptions.grpc
+    grpc: Annotated[bool, _as_triton("--grpc/--no-grpc", help="Serve gRPC.")] = ServerOptions.grpc
     http: Annotated[bool, _listening("--http/--no-http", help="Serve REST, the page and metrics too.")] = True
     http_port: Annotated[
         int | None,
         _listening(
-            min=0,
+            min=-1,
             max=65535,
-            help=f"Port of REST and the page, {HTTP_PORT} by default; 0 finds a free one, as --grpc-port 0 does.",
+            help=f"Port of REST and the page, {HTTP_PORT} by default; 0 finds a free one, as --grpc-port 0 does, -1 has none.",
             show_default=False,
         ),
     ] = None
+    reuse_ports: Annotated[
+        bool,
+        _as_triton("--reuse-ports", help="Share the ports of gRPC and HTTP with other servers that say so; not on Windows."),
+    ] = ServerOptions.reuse_ports
     metrics_port: Annotated[
         int | None,
         _listening(
@@ -57,7 +63,7 @@ class Listening:
     ] = None
     http_max_input_size: Annotated[
         int,
-        _listening(min=1, help="Bytes of one HTTP request, as sent.", show_default=f"{HttpLimits.max_body_bytes // MIB} MiB"),
+        _as_triton(min=1, help="Bytes of one HTTP request, as sent.", show_default=f"{HttpLimits.max_body_bytes // MIB} MiB"),
     ] = HttpLimits.max_body_bytes
     max_text_mib: Annotated[
         int,
@@ -98,10 +104,12 @@ class Listening:
     def __post_init__(self) -> None:
         if self.shared_memory_mode is SharedMemoryMode.TRUSTED and not self.shared_memory:
             raise typer.BadParameter("--shared-memory-mode trusted needs --shared-memory; add it or leave the mode out")
-        if not self.grpc and not self.http:
-            raise typer.BadParameter("--no-grpc and --no-http leave nothing to serve; leave one of them out")
+        if self.reuse_ports and (self.transport is TransportName.GRPCIO or not hasattr(socket, "SO_REUSEPORT")):
+            raise typer.BadParameter("--reuse-ports needs --transport nghttp2, and a system that can share ports; leave it out")
+        if not self.grpc and (not self.http or self.http_port == -1):
+            raise typer.BadParameter("--no-grpc without a port for REST leaves nothing to serve; leave it out")
         for option, is_given in (
-            ("--http-port", self.http_port is not None),
+            ("--http-port", self.http_port is not None and self.http_port >= 0),
             ("--metrics-port", self.metrics_port is not None and self.metrics_port >= 0),
             ("--http-allowed-host", bool(self.http_allowed_host)),
             ("--http-allowed-origin", bool(self.http_allowed_origin)),
@@ -121,7 +129,7 @@ class Listening:
         with reading("--http-allowed-origin"):
             origins = tuple(map(checked_origin, self.http_allowed_origin or ()))
         return HttpOptions(
-            port=usual_http if self.http_port is None else self.http_port,
+            port=usual_http if self.http_port is None else self.http_port if self.http_port >= 0 else None,
             metrics_port=None if metrics is None or metrics < 0 else metrics,
             allowed_hosts=tuple(self.http_allowed_host or ()),
             allowed_origins=origins,

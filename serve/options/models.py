@@ -16,6 +16,7 @@ from halfserve.serve.model_control.control_options import ControlMode, ControlOp
 from halfserve.serve.storage.storage_options import DEFAULT_GIB, ObjectStorage, default_folder
 
 _models = partial(typer.Option, rich_help_panel="Models")
+_as_triton = partial(typer.Option, rich_help_panel="As in Triton")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +58,11 @@ class Models:
         ),
     ] = ControlOptions.load_threads
     model_config_name: Annotated[
-        str, _models(help="Take a model's configs/NAME.pbtxt in place of its config.pbtxt, where it is there.")
+        str, _as_triton(help="Take a model's configs/NAME.pbtxt in place of its config.pbtxt, where it is there.")
     ] = ControlOptions.config_name
     require_config: Annotated[
         bool,
-        _models(
+        _as_triton(
             "--require-config", help="Refuse models whose config.pbtxt does not name platform or backend, inputs and outputs."
         ),
     ] = ControlOptions.needs_config

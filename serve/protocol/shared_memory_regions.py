@@ -163,7 +163,7 @@ def open_system_region(name: str, key: str, offset: int, byte_size: int, mode: S
         raise InvalidArgumentError(
             f"region {name!r} has key {key!r}, offset {offset} and byte_size {byte_size}; expected the name of a shared "
             "memory object, and at least one byte of it"
-        ).like(TritonPhrase.REGION_NOT_OPENED, key=key)
+        ).like(TritonPhrase.REGION_INVALID if file_name else TritonPhrase.REGION_NOT_OPENED, region=name, key=key)
     try:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         file = SharedFile(os.open(f"{FOLDER}/{file_name}", flags), offset)

@@ -32,6 +32,7 @@ class Address(NamedTuple):
     port: int  # 0 finds a free one
     option: str  # names the port in the text of a BindError
     path: Path | None = None  # Unix socket, in place of host and port
+    is_shared: bool = False  # other servers of this user may listen there too, and the system deals out connections
 
 
 def listen(address: Address) -> list[socket.socket]:
@@ -45,7 +46,7 @@ def listen(address: Address) -> list[socket.socket]:
     opened: list[socket.socket] = []
     try:
         if address.path is None:
-            _bind(address.host, address.port, opened)
+            _bind(address, opened)
         else:
             opened.append(private_socket(address.path))
         for one in opened:
@@ -65,13 +66,14 @@ def close(sockets: Sequence[socket.socket]) -> None:
         one.close()
 
 
-def _bind(host: str, port: int, opened: list[socket.socket]) -> None:
+def _bind(address: Address, opened: list[socket.socket]) -> None:
     """Bind to every address of the host that this machine has. Sockets are appended to `opened`, even before a failure."""
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    port = address.port
+    found = socket.getaddrinfo(address.host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     missing: OSError | None = None
     for family, _, _, _, where in dict.fromkeys(found):
         try:
-            opened.append(_bound(family, (where[0], port, *where[2:])))
+            opened.append(_bound(family, (where[0], port, *where[2:]), is_shared=address.is_shared))
         except OSError as error:
             if error.errno not in NOT_HERE:
                 raise
@@ -82,10 +84,12 @@ def _bind(host: str, port: int, opened: list[socket.socket]) -> None:
         raise missing
 
 
-def _bound(family: socket.AddressFamily, where: tuple[Any, ...]) -> socket.socket:
+def _bound(family: socket.AddressFamily, where: tuple[Any, ...], *, is_shared: bool) -> socket.socket:
     one = socket.socket(family, socket.SOCK_STREAM)
     try:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has its own socket
         one.bind(where)

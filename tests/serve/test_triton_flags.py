@@ -51,7 +51,9 @@ def arguments(*flags: str) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--http-port=1 --grpc-port 2 --metrics-port=3", "--http-port 1 --grpc-port 2 --metrics-port 3"),
+        ("--http-port=1 --grpc-port 2 --metrics-port=3", "--grpc-port 2 --http-port 1 --metrics-port 3"),
+        ("--allow-http=false --http-port=1 --metrics-port=3", "--http-port -1 --metrics-port 3"),
+        ("--allow-http=0 --allow-metrics=0 --http-port=1", "--no-http"),
         ("--allow-metrics=false --allow-grpc=true", "--metrics-port -1"),
         (
             "--model-control-mode=explicit --load-model=a --load-model=b",
@@ -63,6 +65,8 @@ def arguments(*flags: str) -> list[str]:
         ),
         ("--exit-timeout-secs=7 --log-info=true", "--drain-seconds 7"),
         ("--allow-grpc=0", "--no-grpc"),
+        ("--reuse-grpc-port=true --reuse-http-port=true", "--reuse-ports"),
+        ("--exit-on-err=false", "--keep-going"),
         ("--model-control-mode=POLL --model-config-name=h100", "--model-control poll --model-config-name h100"),
         ("--disable-auto-complete-config --strict-model-config=true", "--require-config"),
         ("--strict-model-config=false --rate-limit=off --model-namespacing=true --allow-client-shm=true", ""),
@@ -93,7 +97,7 @@ def arguments(*flags: str) -> list[str]:
             "--grpc-header-forward-pattern x --http-restricted-api health:a=b",
         ),
     ],
-    ids=range(20),
+    ids=range(24),
 )
 def test_flags_become_options(flags: str, expected: str) -> None:
     assert arguments(*flags.split()) == expected.split()
@@ -190,10 +194,9 @@ def test_each_ignored_flag_gets_one_line() -> None:
         ("--model-repository=a --model-load-gpu-limit=0:0.5", "--model-load-gpu-limit cannot be honoured: .*leave"),
         ("--model-repository=a --model-repository=b --model-namespacing=true", "--model-namespacing=true cannot .*rename them"),
         ("--model-repository=a --allow-vertex-ai=true", "--allow-vertex-ai=true cannot be honoured: .*leave the flag out"),
-        ("--model-repository=a --reuse-grpc-port=true", "--reuse-grpc-port=true cannot be honoured: .*--processes"),
         ("--model-repository=a --trace-config=mode=x", "--trace-config has the mode 'x', expected triton or opentelemetry"),
     ],
-    ids=range(17),
+    ids=range(16),
 )
 def test_flags_that_cannot_be_honoured_are_refused(flags: str, text: str) -> None:
     with pytest.raises(TritonFlagError, match=f"^{text}"):
@@ -211,7 +214,8 @@ def test_a_script_starts_waits_for_and_ends_the_server(tmp_path: Path) -> None:
     for root, model in (("a", "mlp"), ("b", "other")):
         save_mlp(tmp_path / root / model / "1" / "model.onnx")
     flags = [f"--model-repository={tmp_path}/a", f"--model-store={tmp_path}/b", "--http-address=127.0.0.1", "--log-verbose=1"]
-    ports = [f"--{name}-port=0" for name in ("http", "grpc", "metrics")]
+    flags += ["--allow-grpc=false", f"--log-file={tmp_path}/log"]
+    ports = [f"--{name}-port=0" for name in ("http", "metrics")]
     command = [sys.executable, "-m", "halfserve", "triton", "--", *flags, *ports]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as script:
         try:
@@ -220,9 +224,14 @@ def test_a_script_starts_waits_for_and_ends_the_server(tmp_path: Path) -> None:
             address = ready[ready.index("http://") :].split()[0].rstrip("/,;")
             answer = httpx.get(f"{address}/v2/health/ready", timeout=60)
             assert (answer.status_code, answer.content) == (200, b"")  # curl -w "%{http_code}" prints the status alone
+            assert httpx.get(f"{address}/v2", timeout=60).json()["name"] == "triton"
+            error = httpx.get(f"{address}/v2/models/missing", timeout=60).json()["error"]
+            assert error.startswith("Request for unknown model: 'missing' is not found: ")
+            assert any("no gRPC, ready in" in line for line in script.stdout)
             for model in ("mlp", "other"):
                 assert httpx.get(f"{address}/v2/models/{model}/ready", timeout=60).status_code == 200
             script.send_signal(signal.SIGINT)
             assert script.wait(60) == 0
+            assert (tmp_path / "log").exists()
         finally:
             script.kill()

@@ -101,7 +101,8 @@ def _check_response(request: InferenceRequest, response: Any) -> None:
     if response is None and (request.is_rescheduled or sender is not None):
         return
     if request.is_rescheduled:
-        raise ModelFailedError(f"execute returned a {type(response).__name__} for a request that it reschedules, expected None")
+        text = f"execute returned a {type(response).__name__} for a request that it reschedules, expected None"
+        raise ModelFailedError(phrased("RESCHEDULED", text))
     if not isinstance(response, InferenceResponse):
         raise ModelFailedError(
             f"execute returned a {type(response).__name__} among its responses, expected pb_utils.InferenceResponse, or None "

@@ -280,6 +280,8 @@ def _late_shape(inputs: Tensors, name: str) -> tuple[int, ...] | None:
     return None
 
 
-def named(error: InferenceError, label: str) -> InferenceError:
+def named(error: InferenceError, label: str, ensemble: str) -> InferenceError:
     """Return a step's error as the ensemble's: of the same class, with the step's name in its text."""
-    return reworded(error, f"{label}: {error}")
+    found = reworded(error, f"{label}: {error}")
+    found.ensemble = ensemble
+    return found

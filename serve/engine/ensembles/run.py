@@ -212,7 +212,7 @@ class EnsembleRun:
             call.leave()
         if isinstance(result, InferenceError):
             call.request = None
-            self._fail(named(result, call.step.label))
+            self._fail(self._named(result, call.step.label))
             return
         request, call.request = call.request, None  # the request refers to the call
         if request is not None and request.respond is not None:
@@ -230,7 +230,7 @@ class EnsembleRun:
         if call not in self._calls or request is None:
             return
         if isinstance(result, InferenceError):
-            self._fail(named(result, call.step.label))
+            self._fail(self._named(result, call.step.label))
             return
         if final:  # done before the following steps, so that the ensemble's last answer is marked as the last
             del self._calls[call]
@@ -331,7 +331,10 @@ class EnsembleRun:
             call.request = None  # before the call leaves the limit, which may send another one
             self._calls.pop(call, None)
             call.leave()
-            raise named(error, step.label) from None
+            raise self._named(error, step.label) from None
+
+    def _named(self, error: InferenceError, label: str) -> InferenceError:
+        return named(error, label, self._binding.caller.label.partition("/")[0])
 
     def _finish(self, outputs: Tensors, last: StepCall) -> None:
         request = self._request

@@ -162,9 +162,10 @@ class ModelRepository:
         paths: paths of the repositories, in the order of precedence.
     """
 
-    def __init__(self, *paths: Path, config_name: str = "") -> None:
-        """`config_name`: see `config_file`."""
+    def __init__(self, *paths: Path, config_name: str = "", needs_config: bool = False) -> None:
+        """`config_name`: see `config_file`; `needs_config`: whether configurations must be complete."""
         self.paths = paths
+        self._needs_config = needs_config
         self._config_name = config_name
 
     def __str__(self) -> str:
@@ -198,7 +199,10 @@ class ModelRepository:
                 f"model {name!r} is in {len(having)} model repositories ({ModelRepository(*having)}), expected it in one; "
                 "remove or rename the others"
             )
-        return find_model(self.path_of(name), name, declared, self._config_name)
+        found = find_model(self.path_of(name), name, declared, self._config_name)
+        if self._needs_config:
+            require_complete(found[0].config)
+        return found
 
     def config(self, name: str) -> DeclaredConfig:
         """Read the configuration of a model that has a folder.
@@ -207,6 +211,23 @@ class ModelRepository:
             ModelLoadError: see `read_config`.
         """
         return config_of(self.path_of(name) / name, self._config_name)
+
+
+def require_complete(declared: DeclaredConfig) -> None:
+    """Check that a configuration says what would otherwise be read from the model.
+
+    Raises:
+        ModelLoadError: it names no platform or backend, or no inputs or outputs with datatypes.
+    """
+    message = declared.message
+    missing = [] if message.platform or message.backend else ["platform or backend"]
+    for kind, entries in (("input", message.input), ("output", message.output)):
+        if not entries or not all(entry.data_type and entry.dims for entry in entries):
+            missing.append(f"{kind} with data_type and dims")
+    if missing:
+        raise ModelLoadError(
+            f"{declared.source}: has no {', no '.join(missing)}, which --require-config wants; write them down"
+        )
 
 
 def versions_to_serve(declared: DeclaredConfig, contents: Mapping[int, Collection[str]]) -> list[int]:

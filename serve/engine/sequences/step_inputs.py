@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from halfserve.protos.request_parameters import REQUEST_PARAMETERS, SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.config.sequence_batching import CORRID, END, READY, START, ControlInput, SequencePlan
 from halfserve.serve.engine.errors import BackendError, InvalidArgumentError
 from halfserve.serve.engine.requests import InferRequest
@@ -154,7 +155,7 @@ def sequence_of(request: InferRequest, model: str) -> tuple[SequenceId, bool, bo
     if not key:
         raise InvalidArgumentError(
             f"model {model!r} takes sequences: set the parameter {SEQUENCE_ID!r} to a number other than 0, or a string"
-        )
+        ).like(TritonPhrase.NO_SEQUENCE_ID, model=model.partition("/")[0])
     if isinstance(key, str):
         if len(key.encode()) > MAX_ID_BYTES:
             raise InvalidArgumentError(
@@ -165,7 +166,7 @@ def sequence_of(request: InferRequest, model: str) -> tuple[SequenceId, bool, bo
     if request.rows != 1:
         raise InvalidArgumentError(
             f"the batch size is {request.rows}, expected 1: model {model!r} takes one row of a sequence at a time"
-        )
+        ).like(TritonPhrase.SEQUENCE_ROWS, model=model.partition("/")[0])
     if not isinstance(starts, bool):
         raise _no_flag(SEQUENCE_START, starts)
     if not isinstance(ends, bool):

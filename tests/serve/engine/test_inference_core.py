@@ -71,6 +71,18 @@ async def test_readiness_follows_each_version() -> None:
     await core.drain()
 
 
+@pytest.mark.parametrize(
+    ("number", "reason", "is_ready"), [(2, "wrong file", False), (2, "unloaded", True), ("", "wrong configuration", True)]
+)
+def test_strict_readiness_counts_versions_that_were_refused(number: int | str, reason: str, is_ready: bool) -> None:
+    core = InferenceCore([version(1)])
+    core.states.set("other", number, VersionState.UNAVAILABLE, reason)
+    assert core.is_ready_for_clients
+    core.needs_all_models = True
+    assert (core.is_ready, core.is_ready_for_clients) == (True, is_ready)
+    assert RestrictedCore(core, lambda _: True).is_ready_for_clients is is_ready
+
+
 async def test_a_version_may_have_leading_zeros_and_any_number_of_digits() -> None:
     core = InferenceCore([version(1), version(10)])
     assert core.model("m", "0010").version == 10

@@ -434,3 +434,11 @@ def test_an_rpc_over_rest_knows_its_client() -> None:
     (call,) = calls
     assert call.peer.startswith("127.0.0.1:")
     assert call.headers[b"x-request-id"] == b"a"
+
+
+def test_metrics_are_served_without_rest(server: RunningServer) -> None:
+    with running_http(server, HttpOptions(port=None, metrics_port=0)) as rest:
+        assert (rest.port, bool(rest.metrics_port)) == (0, True)
+        answer = httpx.get(f"http://127.0.0.1:{rest.metrics_port}/metrics")
+        assert (answer.status_code, "halfserve_ready 1" in answer.text) == (200, True)
+        assert httpx.get(f"http://127.0.0.1:{rest.metrics_port}/v2").status_code == 404

@@ -28,11 +28,11 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import VersionState
-from halfserve.serve.engine.model_statistics import LatencyFigures
+from halfserve.serve.engine.model_statistics import BatchTimes, LatencyFigures
 from halfserve.serve.engine.precision_guard.guard import NonFiniteError
 from halfserve.serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
 from halfserve.serve.observability.exposition import STATES_TOGETHER, TOGETHER, CpuMetrics, exposition, find_nvml, gpu_metrics
-from halfserve.serve.observability.metrics import latency_figures, number
+from halfserve.serve.observability.metrics import histogram_metric, latency_figures, number
 from halfserve.serve.observability.model_metrics import model_metrics
 from halfserve.serve.observability.observe_options import ObserveOptions
 from tests.serve.engine.fakes import HeldBackend, held_model
@@ -384,10 +384,11 @@ def test_a_counter_keeps_the_name_of_its_samples() -> None:
     [
         ((), LatencyFigures()),
         (("summary_latencies=true",), LatencyFigures(quantiles=(0.5, 0.9, 0.95, 0.99, 0.999))),
+        (("histogram_latencies=true",), LatencyFigures(has_histograms=True)),
         (("summary_latencies=true", "summary_quantiles=0.1:0.0.1,0.7"), LatencyFigures(quantiles=(0.1, 0.7))),
         (("summary_quantiles=0.1:0.01", "counter_latencies=false"), LatencyFigures(has_counters=False)),
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_settings_of_metrics_are_read_as_in_triton(settings: tuple[str, ...], expected: LatencyFigures) -> None:
     assert latency_figures(settings) == expected
@@ -396,7 +397,7 @@ def test_settings_of_metrics_are_read_as_in_triton(settings: tuple[str, ...], ex
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ("histograms=true", "has the setting 'histograms', expected one of: counter_latencies, summary_latencies, summary_qua"),
+        ("histograms=true", "has the setting 'histograms', expected one of: counter_latencies, histogram_latencies, su"),
         ("summary_latencies=yes", "summary_latencies is 'yes', expected true or false"),
         ("summary_quantiles=0.5:0.1,99", "summary_quantiles has '99', expected QUANTILE:ERROR with a quantile of 0 to 1"),
     ],
@@ -405,3 +406,15 @@ def test_settings_of_metrics_are_read_as_in_triton(settings: tuple[str, ...], ex
 def test_wrong_settings_of_metrics_are_refused(setting: str, text: str) -> None:
     with pytest.raises(ValueError, match=f"^{text}"):
         latency_figures([setting])
+
+
+def test_the_first_response_has_a_histogram_with_tritons_buckets() -> None:
+    model = held_model(HeldBackend(), "m")
+    for ms in (100, 300, 6000):
+        end = ms * 10**6
+        model.statistics.batch_done(BatchTimes(started=0, assembled=0, computed=end, split=end), [0], 1)
+    metric = histogram_metric([model])
+    found = {(one.name.removeprefix(metric.name), one.labels.get("le")): one.value for one in metric.samples}
+    buckets = (("100", 1), ("500", 2), ("2000", 2), ("5000", 2), ("+Inf", 3))
+    expected: dict[tuple[str, str | None], float] = {("_bucket", edge): count for edge, count in buckets}
+    assert found == expected | {("_sum", None): 6400, ("_count", None): 3}

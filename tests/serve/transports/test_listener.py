@@ -248,3 +248,14 @@ def test_opening_sockets_imports_no_event_loop() -> None:
     """The supervisor's process does no more than that, in 13 MB."""
     program = "import sys, halfserve.serve.transports.listening; print('asyncio' in sys.modules, 'ssl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "False False\n"
+
+
+def test_servers_share_a_port_only_where_both_say_so() -> None:
+    (first,) = listen(Address("127.0.0.1", 0, "--grpc-port", is_shared=True))
+    port = first.getsockname()[1]
+    try:
+        close(listen(Address("127.0.0.1", port, "--grpc-port", is_shared=True)))
+        with pytest.raises(BindError, match="in use"):
+            listen(Address("127.0.0.1", port, "--grpc-port"))
+    finally:
+        first.close()

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.engine.repository.model_repository import find_models, model_names
+from halfserve.serve.engine.repository.model_repository import ModelRepository, find_models, model_names
 from tests.models import save_mlp
 from tests.serve.engine.model_folders import found, load, write_versions
 
@@ -26,6 +26,32 @@ from tests.serve.engine.model_folders import found, load, write_versions
 def test_the_version_policy_chooses(tmp_path: Path, policy: str | None, expected: list[int]) -> None:
     root = write_versions(tmp_path, "1", "2", "10", config=policy)
     assert found(root) == [("mlp", version) for version in expected]
+
+
+def test_another_configuration_is_taken_by_its_name_where_it_is_there(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_versions(tmp_path, "1", "2", name=name, config='output { name: "y" label_filename: "labels.txt" }')
+    (tmp_path / "a" / "configs").mkdir()
+    (tmp_path / "a" / "configs" / "small.pbtxt").write_text("version_policy { specific { versions: 1 } }")
+    repository = ModelRepository(tmp_path, config_name="small")
+    (files,) = repository.find("a")
+    assert (files.version, files.config.source.name, files.config.model_folder) == (1, "small.pbtxt", tmp_path / "a")
+    (other,) = repository.find("b")
+    assert (other.version, other.config.source.name) == (2, "config.pbtxt")
+
+
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        ("", "has no platform or backend, no input with data_type and dims, no output with data_type and dims"),
+        ('backend: "onnxruntime" input { name: "x" } output { name: "y" data_type: TYPE_FP32 dims: 1 }', "has no input with"),
+    ],
+)
+def test_an_incomplete_configuration_is_refused_on_request(tmp_path: Path, config: str, missing: str) -> None:
+    root = write_versions(tmp_path, "1", config=config)
+    assert ModelRepository(root).find("mlp")
+    with pytest.raises(ModelLoadError, match=missing):
+        ModelRepository(root, needs_config=True).find("mlp")
 
 
 def test_versions_with_leading_zeros_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
