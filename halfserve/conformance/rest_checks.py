@@ -116,6 +116,14 @@ def _refused(answer: RestAnswer) -> None:
     expect(isinstance(text, str) and text, 'an object with the text "error"', answer.body[:300])
 
 
+def _health_objects(target: RestTarget) -> None:
+    for word in ("live", "ready"):
+        answer = target.ask("GET", f"/v2/health/{word}")
+        if not answer.body:
+            raise NotOfferedError("the bodies are empty, as Triton's are; the REST client of KServe's SDK needs them")
+        expect(answer.json.get(word) is True, f'{{"{word}": true}}', answer.body[:300])
+
+
 def _server_checks(target: RestTarget) -> list[Row]:
     def has_status(path: str, statuses: Sequence[int]) -> Callable[[], None]:
         def run() -> None:
@@ -152,6 +160,7 @@ def _server_checks(target: RestTarget) -> list[Row]:
     return [
         ("server_live", OIP + "Server Live", has_status("/v2/health/live", (200,))),
         ("server_ready", OIP + "Server Ready", has_status("/v2/health/ready", (200,))),
+        ("health_objects", OIP + "Server Live and Ready Response JSON Objects", lambda: _health_objects(target)),
         ("server_metadata", OIP + "Server Metadata", metadata),
         ("model_ready.unknown", OIP + "Model Ready", has_status(f"/v2/models/{UNKNOWN}/ready", failing)),
         (
