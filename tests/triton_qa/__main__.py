@@ -9,7 +9,7 @@ files name the ports 8000 to 8002 and regions of shared memory, so runs at the s
     unshare --net --mount --pid --fork bash -c "ip link set lo up; mount -t tmpfs none /dev/shm; COMMAND"
 
 `--part 1/3` runs one of three parts, and `--save FILE` keeps its results; without suites,
-`python -m tests.triton_qa --table FILE ...` prints one table of the parts' files.
+`python -m tests.triton_qa --table FILE --table FILE` prints one table of the parts' files.
 
 Python models stand in for those of the QA's C++ backends, and ONNX models for those that its generators write. The QA's checks
 in scripts of the shell are left out: what counts are the methods of its test files, and the exit status of each example client.
