@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import onnx
@@ -27,7 +27,6 @@ from onnx import parser
 from torch import Tensor, nn
 
 from benchmarks.harness.server_process import ServerProcess, server_process
-from benchmarks.mixed_lengths import Device
 from halfserve import Client, ClientError
 from halfserve.serve.engine.tensors import Array
 
@@ -126,7 +125,7 @@ def commit(fault: str, server: ServerProcess) -> bool:
 
 
 def main(
-    device: Annotated[Device, typer.Option(help="Where the models run.")] = "cuda",
+    device: Annotated[Literal["cuda", "cpu"], typer.Option(help="Where the models run.")] = "cuda",
 ) -> None:
     """Commit each fault on a supervised server of one process, and on one of two."""
     placement = "--cpu" if device == "cpu" else "--require-gpu"

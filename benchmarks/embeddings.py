@@ -44,9 +44,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.embedding.padding_ways import WAYS, write_ways
 from benchmarks.embedding.triton_repository import ENSEMBLE, write_triton_repository
 from benchmarks.harness.server_process import server_process
-from benchmarks.mixed_lengths import WAYS, write_ways
 
 MODEL = "encoder"
 SPECIAL = 2  # tokens around a text

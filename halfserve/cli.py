@@ -87,6 +87,9 @@ STAGES = {
         extra="bench",
         configurable=True,
     ),
+    "conformance": Stage(
+        module="halfserve.conformance.conformance_command", help="Check a server against the Open Inference Protocol."
+    ),
     "doctor": Stage(
         module="halfserve.serve.doctor.doctor_command", help="Say what works on this machine, and what is missing."
     ),

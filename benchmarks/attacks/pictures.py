@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import io
-import socket
-import threading
-import time
 import zlib
-from collections import Counter
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from threading import Event
@@ -22,7 +16,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
-from benchmarks.attacks.bystander import TIMEOUT_S, Account, at_a_pace
+from benchmarks.attacks.bystander import TIMEOUT_S, Account
+from benchmarks.attacks.rest_client import ask_rest, connected, post, repeated
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.protos.pictures import PREPROCESSING, PicturePreparation, prepared_pixels
 from halfserve.serve.client.channel_settings import Tls
@@ -34,12 +29,7 @@ SENDERS = 8  # connections of each attack
 PASSES, PASSES_EDGE = 8000, 2000
 TEXTS = 200
 LARGE_EDGE = 4472  # 20 million pixels
-PHOTO_EDGE, PHOTO_EVERY_S = 640, 0.05
-CLIENT = (
-    "127.0.0.3",
-    0,
-)  # an address of its own: the attacker stands for other machines, 127.0.0.1 over gRPC and one over REST
-ATTACKER = ("127.0.0.2", 0)
+PHOTO_EDGE = 640
 
 
 def save_picture_model(repository: Path) -> None:
@@ -87,44 +77,27 @@ def large_pictures(grpc_address: str, http_address: str, seconds: float) -> str:
 def ask_pictures(
     grpc_address: str, http_address: str, token: str | None, tls: Tls | None, every_s: float, stop: Event
 ) -> Account:
-    """Classify a photo each `every_s` seconds, or PHOTO_EVERY_S if that is longer; see `bystander.ask`."""
+    """Classify a photo again and again; see `ask_rest`."""
     del grpc_address, tls
-    host, _, port = http_address.rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=TIMEOUT_S, source_address=CLIENT)
-    headers = {} if token is None else {"authorization": f"Bearer {token}"}
     photo, right = _photo(), _right()
 
-    def once() -> str | None:
-        try:
-            connection.request("POST", f"/v2/models/{MODEL}/infer", _tensor(photo), headers | _binary(photo))
-            answer = connection.getresponse()
-            content = answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()  # the next request opens it again
-            return str(error) or type(error).__name__
-        if answer.status != 200:
-            return f"{answer.status}: {content[:200]!r}"
-        return None if np.allclose(np.frombuffer(content[-12:], np.float32), right, atol=1e-2) else "a wrong answer"
+    def is_right(content: bytes) -> bool:
+        return np.allclose(np.frombuffer(content[-12:], np.float32), right, atol=1e-2)
 
-    account = at_a_pace(once, max(every_s, PHOTO_EVERY_S), stop)
-    connection.close()
-    return account
+    head, path = _head(photo), f"/v2/models/{MODEL}/infer"
+    headers = {"inference-header-content-length": str(len(head))}
+    body = head + len(photo).to_bytes(4, "little") + photo
+    return ask_rest(http_address, path, body, headers, token=token, is_right=is_right, every_s=every_s, stop=stop)
 
 
 def _send(data: bytes, grpc_address: str, http_address: str, seconds: float) -> str:
     """Send a picture over both transports again and again, half of the connections each; how they were answered."""
-    end, statuses = time.monotonic() + seconds, Counter[str]()
-
-    def again(once: Callable[[], str]) -> None:
-        while time.monotonic() < end:
-            statuses[once()] += 1
-
     message = ModelInferRequest(model_name=MODEL)
     message.inputs.add(name="image", datatype="BYTES", shape=[1])
     message.raw_input_contents.append(len(data).to_bytes(4, "little") + data)
     request = message.SerializeToString()
 
-    def over_grpc() -> str:
+    def over_grpc(_end: float) -> str:
         with grpc.insecure_channel(grpc_address) as channel:
             try:
                 channel.unary_unary(INFER_PATH)(request, timeout=TIMEOUT_S)
@@ -132,27 +105,15 @@ def _send(data: bytes, grpc_address: str, http_address: str, seconds: float) -> 
                 return str(error.code().name)
         return "OK"
 
-    def over_rest() -> str:
-        with contextlib.suppress(OSError), _connected(http_address) as connection:
+    def over_rest(_end: float) -> str:
+        with contextlib.suppress(OSError), connected(http_address) as connection:
             connection.settimeout(TIMEOUT_S)
-            head = f"POST /v2/models/{MODEL}/classify HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-            connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+            connection.sendall(post(f"/v2/models/{MODEL}/classify", data))
             return connection.recv(2**16)[9:12].decode() or "no answer"
         return "no answer"
 
-    ways = [over_grpc, over_rest] * (SENDERS // 2)
-    threads = [threading.Thread(target=again, args=(way,)) for way in ways]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    answered = ", ".join(f"{count} with {status}" for status, count in sorted(statuses.items()))
+    answered = repeated([over_grpc, over_rest] * (SENDERS // 2), seconds)
     return f"pictures of {len(data) / 1e3:.0f} KB over {SENDERS} connections at a time: {answered}"
-
-
-def _connected(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=5, source_address=ATTACKER)
 
 
 @cache
@@ -167,20 +128,12 @@ def _right() -> NDArray[np.float64]:
     return right
 
 
-def _binary(data: bytes) -> dict[str, str]:
-    return {"inference-header-content-length": str(len(_head(data)))}
-
-
 def _head(data: bytes) -> bytes:
     size = f'"parameters": {{"binary_data_size": {len(data) + 4}}}'
     return (
         f'{{"inputs": [{{"name": "image", "datatype": "BYTES", "shape": [1], {size}}}], '
         '"parameters": {"binary_data_output": true}}'
     ).encode()
-
-
-def _tensor(data: bytes) -> bytes:
-    return _head(data) + len(data).to_bytes(4, "little") + data
 
 
 def _encoded(image: Image.Image, form: str, **options: object) -> bytes:

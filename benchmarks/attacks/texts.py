@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import socket
-import threading
 import time
-from collections import Counter
 from pathlib import Path
 from threading import Event
 
@@ -17,7 +14,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from benchmarks.attacks.bystander import TIMEOUT_S, Account, at_a_pace
+from benchmarks.attacks.bystander import Account
+from benchmarks.attacks.rest_client import ask_rest, connected, post, repeated
 from halfserve.serve.client.channel_settings import Tls
 
 FREE, FIXED = "free", "fixed"  # models of texts of any length, and of texts that are padded to one length
@@ -28,9 +26,7 @@ LARGE_BODY = json.dumps({"inputs": ["!" * 32_700] * 64}).encode()  # 2.09 MB, as
 PADDED_BODY = json.dumps({"inputs": ["!"] * 2040}).encode()  # 10 KB, 17 MB of padded rows
 TOKENIZERS, LEAVERS, PADDERS = 8, 20, 100  # connections of each attack
 LEAVES_AFTER_S = 1.0
-ATTACKER = ("127.0.0.2", 0)  # an address of its own: the attacker stands for another machine
 READ_BYTES = 2**18
-TEXT_EVERY_S = 0.05
 ASKED = " ".join(["the"] * 750)  # 3,000 characters: too many to be tokenised on the event loop
 
 
@@ -80,8 +76,8 @@ def gone_texts(grpc_address: str, http_address: str, seconds: float) -> str:
         connections: list[socket.socket] = []
         for _ in range(LEAVERS):
             with contextlib.suppress(OSError):
-                connections.append(_connected(http_address))
-                connections[-1].sendall(_request(f"/embed?model={FREE}", LARGE_BODY))
+                connections.append(connected(http_address))
+                connections[-1].sendall(post(f"/embed?model={FREE}", LARGE_BODY))
                 sent += 1
         time.sleep(LEAVES_AFTER_S)
         for connection in connections:
@@ -90,66 +86,36 @@ def gone_texts(grpc_address: str, http_address: str, seconds: float) -> str:
 
 
 def ask_texts(grpc_address: str, http_address: str, token: str | None, tls: Tls | None, every_s: float, stop: Event) -> Account:
-    """Embed a text of 3,000 characters each `every_s` seconds, or TEXT_EVERY_S if that is longer; see `bystander.ask`."""
+    """Embed a text of 3,000 characters again and again; see `ask_rest`."""
     del grpc_address, tls
-    host, _, port = http_address.rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=TIMEOUT_S)
-    headers = {} if token is None else {"authorization": f"Bearer {token}"}
     vector = _table()[WORDS.index("the")]
-    right, body = vector / np.linalg.norm(vector), json.dumps({"inputs": ASKED})
+    right = vector / np.linalg.norm(vector)
 
-    def once() -> str | None:
-        try:
-            connection.request("POST", f"/embed?model={FREE}", body, headers)
-            answer = connection.getresponse()
-            content = json.loads(answer.read())
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()  # the next request opens it again
-            return str(error) or type(error).__name__
-        if answer.status != 200:
-            return f"{answer.status}: {content}"
-        return None if np.allclose(content[0], right, atol=1e-5) else "a wrong answer"
+    def is_right(content: bytes) -> bool:
+        return np.allclose(json.loads(content)[0], right, atol=1e-5)
 
-    account = at_a_pace(once, max(every_s, TEXT_EVERY_S), stop)
-    connection.close()
-    return account
+    body, path = json.dumps({"inputs": ASKED}).encode(), f"/embed?model={FREE}"
+    return ask_rest(http_address, path, body, {}, token=token, is_right=is_right, every_s=every_s, stop=stop)
 
 
 def _ask_again(connections: int, http_address: str, path: str, body: bytes, seconds: float) -> str:
     """Send a request on each of some connections, and the next when it is answered; how they were answered."""
-    end, statuses = time.monotonic() + seconds, Counter[str]()
 
-    def ask() -> None:
-        while time.monotonic() < end:
-            with contextlib.suppress(OSError), _connected(http_address) as connection:
-                connection.settimeout(1.0)
-                connection.sendall(_request(path, body))
-                head = b""
-                while time.monotonic() < end:
-                    with contextlib.suppress(TimeoutError):
-                        piece = connection.recv(READ_BYTES)
-                        if not piece:
-                            break
-                        head = head or piece
-                statuses[head[9:12].decode() or "no answer"] += 1
+    def once(end: float) -> str:
+        head = b""
+        with contextlib.suppress(OSError), connected(http_address) as connection:
+            connection.settimeout(1.0)
+            connection.sendall(post(path, body))
+            while time.monotonic() < end:
+                with contextlib.suppress(TimeoutError):
+                    piece = connection.recv(READ_BYTES)
+                    if not piece:
+                        break
+                    head = head or piece
+        return head[9:12].decode() or "no answer"
 
-    threads = [threading.Thread(target=ask) for _ in range(connections)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    answered = ", ".join(f"{count} with {status}" for status, count in sorted(statuses.items()))
+    answered = repeated([once] * connections, seconds)
     return f"requests of {len(body) / 1e3:.0f} KB over {connections} connections at a time: {answered}"
-
-
-def _request(path: str, body: bytes) -> bytes:
-    lines = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-    return lines.encode() + body
-
-
-def _connected(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=5, source_address=ATTACKER)
 
 
 def _table() -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:

@@ -10,19 +10,15 @@ import sys
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
-import typer
 from safetensors.torch import save
 
 import benchmarks
 from benchmarks import checkpoints, convert, object_storage, processes, real_models, staged_batches
 from benchmarks.converters.packaged_networks import speech_detector
 from benchmarks.converters.speed_models import convolutions
-from benchmarks.mixed_lengths import compared, lengths_of
 from tests.benchmarks.test_converters import pictures
 from tests.models import save_mlp
-from tests.serve.padded_models import save_masked_mean
 
 pytestmark = pytest.mark.long
 
@@ -109,31 +105,6 @@ def test_weights_in_a_package_are_exported_and_judged(tmp_path: Path, capsys: py
     assert ours["clean"]
     assert ours["trials"] == len(checkpoints.BATCHES)
     assert ours["size_ratio"] < 0.55
-
-
-def test_mixes_are_within_their_bounds_and_repeat() -> None:
-    short, tail = (lengths_of(mix, np.random.default_rng(0)) for mix in ("short", "tail"))
-    assert set(short) == set(range(5, 21))
-    assert (min(tail), max(tail) > 150, max(tail) <= 200) == (5, True, True)
-    assert sorted(tail)[len(tail) // 2] < 20, "most are short"
-    assert lengths_of("tail", np.random.default_rng(0)) == tail
-    with pytest.raises(typer.BadParameter, match="'long' is no mix"):
-        lengths_of("long", np.random.default_rng(0))
-
-
-def test_both_ways_are_measured(tmp_path: Path) -> None:
-    model = save_masked_mean(tmp_path / "models" / "mean")
-    (found,) = compared(model, ["short"], [4], rounds=1, seconds=0.5, device="cpu")
-    assert (found.mix, found.in_flight) == ("short", 4)
-    assert all(rate > 0 for rates in found.rates.values() for rate in rates)
-
-
-def test_a_model_without_padding_is_refused(tmp_path: Path) -> None:
-    save_masked_mean(tmp_path / "models" / "mean", parameters={})
-    with pytest.raises(typer.BadParameter, match="has no parameter 'halfserve.padding'; export it again, or add it"):
-        next(compared(tmp_path / "models" / "mean", ["7"], [4], rounds=1, seconds=0.5, device="cpu"))
-    with pytest.raises(typer.BadParameter, match="has no config.pbtxt; expected a model's folder of a repository"):
-        next(compared(tmp_path / "models", ["7"], [4], rounds=1, seconds=0.5, device="cpu"))
 
 
 def test_a_poll_of_an_unchanged_repository_is_one_request(

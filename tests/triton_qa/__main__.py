@@ -9,7 +9,7 @@ files name the ports 8000 to 8002 and regions of shared memory, so runs at the s
     unshare --net --mount --pid --fork bash -c "ip link set lo up; mount -t tmpfs none /dev/shm; COMMAND"
 
 `--part 1/3` runs one of three parts, and `--save FILE` keeps its results; without suites,
-`python -m tests.triton_qa --table FILE ...` prints one table of the parts' files.
+`python -m tests.triton_qa --table FILE --table FILE` prints one table of the parts' files.
 
 Python models stand in for those of the QA's C++ backends, and ONNX models for those that its generators write. The QA's checks
 in scripts of the shell are left out: what counts are the methods of its test files, and the exit status of each example client.
@@ -52,25 +52,26 @@ def main(
         show([SuiteReport.from_json(report) for file in table for report in json.loads(file.read_text())], has_methods=False)
         return
     folders = _folders(sources, newer, clients)
-    known = {suite.name: suite for suite in SUITES}
-    for name in names or ():
-        if not any(suite.startswith(name) for suite in known):
-            raise typer.BadParameter(f"there is no suite {name!r}, expected the start of: {', '.join(known)}")
+    chosen = _part(part, _named(names or []))
     servers = {} if only_triton else {"here": OURS}
     if triton:
         servers["triton"] = shlex.split(triton)
     reports = []
     with tempfile.TemporaryDirectory() as scratch:
-        for suite in _part(part, [s for s in SUITES if not names or any(s.name.startswith(name) for name in names)]):
+        for suite in chosen:
             if suite.sources not in folders:
                 print(f"{suite.name:34}  left out, as it needs --{suite.sources}")
                 continue
             found = {}
             for server, command in servers.items():
+                if server == "triton" and suite.sources == "newer":
+                    continue  # release 2.51 lacks what these suites test
                 work = (keep.absolute() if keep else Path(scratch)) / suite.name / server
                 work.mkdir(parents=True)
                 run = SuiteRun(suite, qa=folders[suite.sources], work=work, command=command, http_port=HTTP_PORT)
                 found[server] = run.run()
+            if not found:
+                continue
             reports.append(SuiteReport(suite=suite.name, methods=found))
             show(reports[-1:])
             if save:
@@ -89,6 +90,16 @@ def _folders(server: Path | None, newer: Path | None, clients: Path | None) -> d
             if not found[name].is_dir():
                 raise typer.BadParameter(f"{sources} has no folder {inner}, expected a checkout of Triton's {name} sources")
     return found
+
+
+def _named(names: list[str]) -> list[Suite]:
+    """Return the suites whose names begin with one of these; all without a name."""
+    for name in names:
+        if not any(suite.name.startswith(name) for suite in SUITES):
+            raise typer.BadParameter(
+                f"no suite begins with {name!r}, expected the start of: {', '.join(s.name for s in SUITES)}"
+            )
+    return [suite for suite in SUITES if not names or suite.name.startswith(tuple(names))]
 
 
 def _part(part: str, suites: list[Suite]) -> list[Suite]:

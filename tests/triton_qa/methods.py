@@ -75,7 +75,7 @@ class Outcomes(unittest.TestResult):
 
 
 # The QA has names that NumPy 2 took out.
-np.NINF = -np.inf  # type: ignore[attr-defined]  # noqa: NPY201  (the QA reads it)
+np.NINF = -np.inf  # type: ignore[attr-defined]  # noqa: NPY201  (for the files of the QA)
 
 
 def load(path: Path) -> ModuleType:

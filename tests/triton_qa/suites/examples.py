@@ -106,7 +106,9 @@ EXAMPLES = (
         tests=TESTS,
         models=(
             *EIGHT,
-            stand_in("dyna_sequence", "simple_string_dyna_sequence", SEQUENCE.format("TYPE_STRING")),
+            stand_in(
+                "dyna_sequence", "simple_string_dyna_sequence", SEQUENCE.format("TYPE_STRING").replace("size: 8", "size: 1")
+            ),
             stand_in(
                 "picture",
                 "decoded_picture",
