@@ -108,6 +108,9 @@ def open_session(content: bytes, level: str) -> Any:
     return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
 
-def run_session(session: Any, feeds: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
-    """Run once; outputs by name."""
+def answers(
+    model: onnx.ModelProto | bytes, feeds: Mapping[str, np.ndarray[Any, Any]], level: str = "ORT_ENABLE_BASIC"
+) -> dict[str, np.ndarray[Any, Any]]:
+    """What ONNX Runtime answers on the CPU, by output."""
+    session = open_session(model if isinstance(model, bytes) else serialize(model), level)
     return dict(zip((output.name for output in session.get_outputs()), session.run(None, dict(feeds)), strict=True))

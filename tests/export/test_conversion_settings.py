@@ -24,6 +24,7 @@ from halfserve.export.conversion_settings import (
     PipelineKeywords,
     PipelineSettings,
 )
+from halfserve.export.export_errors import UsageError
 from halfserve.export.onnx_fp16 import convert as onnx_conversion
 from halfserve.export.search import smallest_fp32_set, trials
 from halfserve.export.verification import verify
@@ -153,6 +154,11 @@ def test_functions_without_a_verdict_lose_no_field(
 def test_equal_names_make_equal_settings(given: Collection[str]) -> None:
     assert ConversionSettings(keep_fp32_ops=given) == ConversionSettings(keep_fp32_ops=("a", "b"))
     assert ConversionSettings(keep_io_types="x").keep_io_types == ("x",)
+
+
+def test_a_wrong_precision_is_refused() -> None:
+    with pytest.raises(UsageError, match="--precisions fp8: dtype is 'fp8'"):
+        PipelineSettings(precisions="fp8")  # type: ignore[arg-type]  # (the command's text)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from halfserve.export.conversion_settings import PipelineSettings
 from halfserve.export.conversion_targets import FileTarget
 from halfserve.export.export_errors import ExportError
 from halfserve.export.file_conversion import convert, convert_verified
-from halfserve.export.onnx_files.model_file import ModelFile, open_model, serialize
+from halfserve.export.onnx_files.model_file import ModelFile, open_model
 from halfserve.export.repository import recorded_samples
 from halfserve.export.repository.repository_target import RepositoryTarget
 from halfserve.export.verification.criteria import Verification
@@ -30,7 +30,7 @@ from halfserve.export.verification.simulation import round_every_node
 from halfserve.serve.model_control.certificate_check import check_certificate
 from tests.export.search.nets import planted
 from tests.export.search.nets import samples as planted_samples
-from tests.export.stored_models import in_one_file, open_session, parse, run_session, sums
+from tests.export.stored_models import answers, in_one_file, parse, sums
 
 QUICK = PipelineSettings(adversarial=False)
 SAMPLES = np.random.default_rng(0).normal(size=(6, 512)).astype(np.float32)
@@ -47,6 +47,9 @@ def source(tmp_path: Path) -> Path:
 
 def samples(_: ModelFile) -> SampleSet:
     return SampleSet(inputs=[SAMPLES])
+
+
+USUAL = Verification(samples=samples, budget=Budget())
 
 
 class Sums(nn.Module):
@@ -88,7 +91,7 @@ def test_each_step_is_told(source: Path, tmp_path: Path) -> None:
         source,
         FileTarget(path=tmp_path / "out.onnx"),
         QUICK,
-        Verification(samples=samples, budget=Budget()),
+        USUAL,
         progress=told.append,
     )
     assert told == ["reading the model", "converting to float16", "asking ONNX Runtime for the placement", "verifying"]
@@ -175,8 +178,7 @@ def test_another_reference_may_be_given(offset: float, passes: bool, source: Pat
 
 def test_labels_reach_the_certificate(source: Path, tmp_path: Path) -> None:
     verification = Verification(samples=samples, budget=Budget(), labels=np.zeros(6, np.int64))
-    target = FileTarget(path=tmp_path / "out.onnx")
-    done = convert_verified(source, target, QUICK, verification)
+    done = convert_verified(source, FileTarget(path=tmp_path / "out.onnx"), QUICK, verification)
     assert done.certificate is not None
     assert done.certificate.accuracy is not None
 
@@ -200,8 +202,7 @@ def test_a_repository_takes_no_model_without_a_certificate(source: Path, tmp_pat
 
 def test_samples_with_their_float32_answers_travel_with_a_version(source: Path, tmp_path: Path) -> None:
     target = RepositoryTarget(repository=tmp_path / "models", name="m")
-    verification = Verification(samples=samples, budget=Budget())
-    done = convert_verified(source, target, QUICK, verification)
+    done = convert_verified(source, target, QUICK, USUAL)
     assert done.certificate is not None
     content = (done.path / "samples.npz").read_bytes()
     assert done.certificate.files == {"samples.npz": hashlib.sha256(content).hexdigest()}
@@ -254,9 +255,8 @@ def test_an_error_names_the_place_that_was_given(source: Path, tmp_path: Path, k
 
     target = FileTarget(path=tmp_path / "out.onnx") if kind == "file" else RepositoryTarget(repository=tmp_path / "r", name="m")
     place = tmp_path / "out.onnx" if kind == "file" else tmp_path / "r" / "m" / "model.onnx"
-    verification = Verification(samples=samples, budget=Budget())
     with pytest.raises(ExportError, match=f"{re.escape(str(place))}: No such file") as caught:
-        convert_verified(source, target, QUICK, verification, progress=taken_away)
+        convert_verified(source, target, QUICK, USUAL, progress=taken_away)
     assert "/." not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["in.onnx"]
 
@@ -279,8 +279,7 @@ def test_a_file_that_is_smaller_has_no_growth_to_explain(tmp_path: Path) -> None
 
 def in_float16(model: onnx.ModelProto, feed: dict[str, Array]) -> list[Array]:
     """What hardware with float16 arithmetic answers: every node rounds, and a Cast to float16 does."""
-    session = open_session(serialize(round_every_node(model)), "ORT_ENABLE_BASIC")
-    return list(run_session(session, feed).values())
+    return list(answers(round_every_node(model), feed).values())
 
 
 def test_a_choice_among_scores_that_float16_merges_is_right(tmp_path: Path) -> None:
@@ -290,15 +289,15 @@ def test_a_choice_among_scores_that_float16_merges_is_right(tmp_path: Path) -> N
     source = in_one_file(model, tmp_path / "in.onnx")
     x = random.uniform(size=(200, 16)).astype(np.float32)
     done = convert(source, tmp_path / "half.onnx", samples={"x": x})
-    exact = run_session(open_session(source.read_bytes(), "ORT_ENABLE_BASIC"), {"x": x})["y"]
+    exact = answers(source.read_bytes(), {"x": x})["y"]
     (half,) = in_float16(onnx.load(done.path), {"x": x})
     assert np.mean(half == exact) >= Budget().min_agreement
     assert done.search is not None
 
 
-def answers(source: Path, done: Path, feed: dict[str, Array]) -> tuple[Array, Array]:
+def both_answers(source: Path, done: Path, feed: dict[str, Array]) -> tuple[Array, Array]:
     """The float32 model's first output, and that of the converted one in float16."""
-    exact = run_session(open_session(source.read_bytes(), "ORT_ENABLE_BASIC"), feed)
+    exact = answers(source.read_bytes(), feed)
     return next(iter(exact.values())), in_float16(onnx.load(done), feed)[0]
 
 
@@ -312,7 +311,7 @@ def test_a_mean_of_8000_tokens_is_right_after_samples_of_16(tmp_path: Path) -> N
     random = np.random.default_rng(0)
     x = random.uniform(5, 15, (4, 16, 8)).astype(np.float32)
     done = convert(source, tmp_path / "half.onnx", samples={"x": x})
-    exact, half = answers(source, done.path, {"x": random.uniform(5, 15, (4, 8000, 8)).astype(np.float32)})
+    exact, half = both_answers(source, done.path, {"x": random.uniform(5, 15, (4, 8000, 8)).astype(np.float32)})
     assert np.abs(exact - half).max() <= 1e-3 * np.abs(exact).max()
     assert done.certificate.sizes == {"L": (16, 512, 2048)}
 
@@ -330,7 +329,7 @@ def test_what_overflows_only_on_longer_samples_is_searched(tmp_path: Path) -> No
     done = convert(source, tmp_path / "half.onnx", samples={"x": x})
     assert done.search is not None
     assert done.search.keep_fp32_nodes
-    exact, half = answers(source, done.path, {"x": np.repeat(x, 128, 1)})
+    exact, half = both_answers(source, done.path, {"x": np.repeat(x, 128, 1)})
     assert np.abs(exact - half).max() <= 0.01 * np.abs(exact).max()
 
 
@@ -347,7 +346,9 @@ def test_a_sum_over_20000_turns_is_right(kind: str, tmp_path: Path) -> None:
     source = in_one_file(model, tmp_path / "in.onnx")
     random = np.random.default_rng(0)
     done = convert(source, tmp_path / "half.onnx", samples={"x": random.normal(size=(4, 8)).astype(np.float32)})
-    exact, half = answers(source, done.path, {"x": random.normal(size=(4 if kind == "Loop" else 20000, 8)).astype(np.float32)})
+    exact, half = both_answers(
+        source, done.path, {"x": random.normal(size=(4 if kind == "Loop" else 20000, 8)).astype(np.float32)}
+    )
     assert np.abs(exact - half).max() <= 0.01 * np.abs(exact).max()
 
 

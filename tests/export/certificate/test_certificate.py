@@ -39,7 +39,7 @@ from halfserve.protos.certificates import (
 )
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.model_control.certificate_check import check_certificate
-from tests.export.stored_models import sums
+from tests.export.stored_models import in_one_file, sums
 from tests.key_pairs import key_pair
 from tests.whole_words import broken_words, printed
 
@@ -261,8 +261,15 @@ def certificate(big: onnx.ModelProto, certify: Certify) -> Certificate:
 
 def with_data_file(model: onnx.ModelProto, folder: Path) -> Path:
     folder.mkdir()
-    onnx.save(model, folder / "model.onnx", save_as_external_data=True, location="weights.bin", size_threshold=100)
+    copied = onnx.load_from_string(serialize(model))
+    onnx.save(copied, folder / "model.onnx", save_as_external_data=True, location="weights.bin", size_threshold=100)
     return folder / "model.onnx"
+
+
+@pytest.fixture(params=["single", "external"])
+def path(request: pytest.FixtureRequest, big: onnx.ModelProto, tmp_path: Path) -> Path:
+    """The model's file, in one piece or with its weights beside it."""
+    return with_data_file(big, tmp_path / "m") if request.param == "external" else in_one_file(big, tmp_path / "single.onnx")
 
 
 def test_each_side_names_the_other(big: onnx.ModelProto, certificate: Certificate) -> None:
@@ -351,21 +358,13 @@ def test_a_model_without_a_certificate_is_refused(big: onnx.ModelProto, certific
 
 
 def test_the_graphs_hash_does_not_depend_on_where_weights_are(big: onnx.ModelProto, tmp_path: Path) -> None:
-    file = with_data_file(onnx.load_from_string(serialize(big)), tmp_path / "external")
-    (tmp_path / "single.onnx").write_bytes(serialize(big))
-    assert graph_sha256(file) == graph_sha256(tmp_path / "single.onnx") == graph_sha256(big)
+    file = with_data_file(big, tmp_path / "external")
+    assert graph_sha256(file) == graph_sha256(in_one_file(big, tmp_path / "single.onnx")) == graph_sha256(big)
     assert graph_sha256(sums(3, 1000, opset=19)) != graph_sha256(big)
     assert graph_sha256(sums(4, 1000)) != graph_sha256(big)
 
 
-@pytest.mark.parametrize("external", [False, True])
-def test_a_file_of_any_size_is_appended_to(
-    big: onnx.ModelProto, certificate: Certificate, tmp_path: Path, external: bool
-) -> None:
-    path = tmp_path / "single.onnx"
-    path.write_bytes(serialize(big))
-    if external:
-        path = with_data_file(onnx.load_from_string(serialize(big)), tmp_path / "external")
+def test_a_file_of_any_size_is_appended_to(path: Path, big: onnx.ModelProto, certificate: Certificate) -> None:
     before = path.read_bytes()
     embedded = embed_in_file(path, certificate)
     assert path.read_bytes().startswith(before)
@@ -386,15 +385,8 @@ def test_a_file_of_any_size_is_appended_to(
     assert not list(path.parent.glob(".*"))
 
 
-@pytest.mark.parametrize("external", [False, True])
-def test_a_file_contains_its_certificate(
-    big: onnx.ModelProto, certificate: Certificate, tmp_path: Path, external: bool
-) -> None:
-    private, public = key_pair(tmp_path)
-    path = tmp_path / "single.onnx"
-    path.write_bytes(serialize(big))
-    if external:
-        path = with_data_file(onnx.load_from_string(serialize(big)), tmp_path / "external")
+def test_a_file_contains_its_certificate(path: Path, certificate: Certificate, tmp_path: Path) -> None:
+    private, public = key_pair(tmp_path / "keys")
     before = path.read_bytes()
     outside = embed_in_file(path, certificate, key=SigningKey(private), is_inside=True)
     assert path.read_bytes().startswith(before)
@@ -411,7 +403,7 @@ def test_a_file_contains_its_certificate(
     assert read_certificate(inside).sha256 == outside.sha256
     again = embed_in_file(path, outside, key=SigningKey(private), is_inside=True)
     assert again == outside
-    weights = path.parent / "weights.bin" if external else path
+    weights = path if path.name == "single.onnx" else path.parent / "weights.bin"
     content = bytearray(weights.read_bytes())
     content[300] ^= 1
     weights.write_bytes(content)
@@ -422,8 +414,7 @@ def test_a_file_contains_its_certificate(
 def test_a_certificate_beside_the_model_replaces_the_one_inside(
     big: onnx.ModelProto, certificate: Certificate, tmp_path: Path
 ) -> None:
-    path = tmp_path / "model.onnx"
-    path.write_bytes(serialize(big))
+    path = in_one_file(big, tmp_path / "model.onnx")
     named = embed_in_file(path, certificate)
     size = path.stat().st_size
     embed_in_file(path, certificate, is_inside=True)

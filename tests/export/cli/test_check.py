@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.export.cli.commands import Shell, untrained
-from tests.export.dtype_check.pairs import command_line, factories
+from tests.export.dtype_check.pairs import factories
 
-PAIRS = command_line.__name__
+PAIRS = factories.__name__
 
 
 def test_a_leak_is_shown_with_its_line_and_fix(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from halfserve.export.dtype_check import dtype_inheritance as inherit
 from halfserve.export.dtype_check.dtype_inheritance import new_arange, new_linspace
 from halfserve.export.dtype_check.inherit_dtype import inherit_dtype
-from halfserve.export.to_onnx.export_onnx import export_onnx, serialize
-from tests.export.stored_models import open_session, run_session
+from halfserve.export.to_onnx.export_onnx import export_onnx
+from tests.export.stored_models import answers
 
 HALF = torch.float16
 
@@ -127,7 +127,7 @@ def test_onnx_gets_the_same_numbers() -> None:
     module = Bare().half().eval()
     x = torch.ones(3, 4).half()
     model = export_onnx(module, torch.ones(2, 4).half(), dynamic_shapes=({0: "n"},))
-    outputs = run_session(open_session(serialize(model), "ORT_ENABLE_ALL"), {"x": x.numpy()})
+    outputs = answers(model, {"x": x.numpy()}, "ORT_ENABLE_ALL")
     expected = module(x)
     for name, output in outputs.items():
         assert output.dtype == np.float16
@@ -301,11 +301,10 @@ class Made(nn.Module):
 def test_the_exported_model_follows_sizes_and_dtype(dtype: torch.dtype) -> None:
     module = Made().eval()
     model = export_onnx(module, torch.ones(2, 5, dtype=dtype), dynamic_shapes=({0: "batch", 1: "n"},))
-    session = open_session(serialize(model), "ORT_ENABLE_ALL")
     for shape in ((3, 9), (4, 1), (1, 3000)):
         x = torch.ones(shape, dtype=dtype)
         expected = module(x)
-        for name, output in run_session(session, {"x": x.numpy()}).items():
+        for name, output in answers(model, {"x": x.numpy()}, "ORT_ENABLE_ALL").items():
             assert torch.equal(torch.from_numpy(output), expected[name]), name
 
 

@@ -21,15 +21,6 @@ from tests.export import models
 from tests.whole_words import printed
 
 
-class Rotary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", 1 / 10000 ** (torch.arange(4) / 4))
-
-    def forward(self, positions: Tensor) -> Tensor:
-        return torch.cos(positions[..., None].float() * self.get_buffer("inv_freq"))
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -105,14 +96,6 @@ def test_subnormal_weights_are_halved_and_reported() -> None:
     report = to_half(nn.Sequential(linear)).report
     assert report.ledger == WeightLedger(flushed=1, subnormal=1)
     assert json.loads(json.dumps(report.to_json()))["tensors"][0]["name"] == "0.weight"
-
-
-def test_frequency_tables_compute_in_float32() -> None:
-    result = to_half(nn.Sequential(Rotary(), nn.Linear(4, 4)))
-    positions = torch.tensor([[1000.0]])
-    assert result.report.fp32_modules == ("0",)
-    rotary = result.module.get_submodule("0")
-    assert torch.allclose(rotary(positions.half()).float(), Rotary()(positions), atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -150,18 +150,24 @@ def test_unnamed_nodes_get_names_and_named_ones_keep_theirs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stated", "expected"), [(None, []), ((FLOAT, 3), [("a", FLOAT16, 3)]), ((onnx.TensorProto.DOUBLE, 5), [("a", FLOAT16, 3)])]
+    ("stated", "expected"),
+    [
+        (None, []),
+        ((FLOAT, [3]), [("a", FLOAT16, [3])]),
+        ((onnx.TensorProto.DOUBLE, [5]), [("a", FLOAT16, [3])]),
+        ((FLOAT, ["b", "c"]), [("a", FLOAT16, [3])]),
+    ],
 )
 def test_types_written_down_follow_and_contradictions_are_replaced(
-    stated: tuple[int, int] | None, expected: list[tuple[str, int, int]]
+    stated: tuple[int, list[int | str]] | None, expected: list[tuple[str, int, list[int | str]]]
 ) -> None:
     model = parse("g (float[3] x) => (float[3] y) { a = Relu (x) y = Neg (a) }")
     if stated is not None:
-        model.graph.value_info.append(onnx.helper.make_tensor_value_info("a", stated[0], [stated[1]]))
+        model.graph.value_info.append(onnx.helper.make_tensor_value_info("a", *stated))
     converted, _ = halve(model, keep_io_types=False)
     onnx.checker.check_model(converted, full_check=True)
-    found = [(info.name, info.type.tensor_type) for info in converted.graph.value_info]
-    assert [(name, kind.elem_type, kind.shape.dim[0].dim_value) for name, kind in found] == expected
+    found = [(info.name, info.type.tensor_type.elem_type, shape_of(info)) for info in converted.graph.value_info]
+    assert found == expected
 
 
 @pytest.mark.parametrize(("kind", "float_nodes"), [("int64", 0), ("float16", 1)])

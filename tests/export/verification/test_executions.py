@@ -170,9 +170,9 @@ def test_a_worker_whose_parent_is_killed_cleans_up_and_ends(tmp_path: Path) -> N
     assert not folder.exists()
 
 
-def test_the_worker_and_verification_do_not_load_torch() -> None:
-    imports = f"import sys, runpy, halfserve.export.verification.verify; runpy.run_path({str(WORKER)!r})"
-    program = f"{imports}; print('torch' in sys.modules)"
+def test_the_worker_verification_and_search_do_not_load_torch() -> None:
+    modules = "halfserve.export.verification.verify, halfserve.export.search.smallest_fp32_set, halfserve.export.search.result"
+    program = f"import sys, runpy, {modules}; runpy.run_path({str(WORKER)!r}); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500, check=True)
     assert done.stdout == "False\n"
 

@@ -9,12 +9,11 @@ from hypothesis.extra import numpy as hnp
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from halfserve.export.export_errors import ExportError
-from halfserve.export.onnx_files.model_file import serialize
 from halfserve.export.verification.generated import synthetic
 from halfserve.export.verification.generated.adversarial import FACTORS, ROWS, AdversarialCase, adversarial_cases, is_mask
 from halfserve.export.verification.generated.synthetic import synthesize, synthetic_samples
 from halfserve.export.verification.samples import Array, Input, inputs_of, make_feeds
-from tests.export.stored_models import open_session, parse, run_session
+from tests.export.stored_models import answers, parse
 
 X = Input(name="x", elem_type=TensorProto.FLOAT16, dims=("batch", "length"))
 IDS = Input(name="ids", elem_type=TensorProto.INT64, dims=("batch", "length"))
@@ -160,7 +159,7 @@ def test_inputs_follow_shapes_types_tables_and_names(bert: onnx.ModelProto) -> N
     assert flag.all()
     assert other.max() < 8
     feeds = {v.name: a for v, a in zip(bert.graph.input, (ids, mask, positions, image, flag, other), strict=True)}
-    (y,) = run_session(open_session(serialize(bert), "ORT_ENABLE_BASIC"), feeds).values()
+    (y,) = answers(bert, feeds).values()
     assert y.shape == (2, 16, 4)
 
 

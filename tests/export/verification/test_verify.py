@@ -224,11 +224,6 @@ def test_files_that_are_not_models_are_refused(content: bytes) -> None:
         verify(models.mlp(), content, samples("mlp"))
 
 
-def test_a_file_that_is_missing_is_named() -> None:
-    with pytest.raises(ExportError, match="cannot read the model /nowhere/model.onnx: No such file"):
-        verify(models.mlp(), "/nowhere/model.onnx", samples("mlp"))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

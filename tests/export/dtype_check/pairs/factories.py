@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -182,3 +185,24 @@ ARRAYS: dict[str, Case] = {
     ),
     "round trip": (RoundTrip, RoundTripMended, "round_trip", "warning", "torch", ".numpy() leaves torch"),
 }  # fmt: skip
+
+
+# Factories for the command line.
+
+
+def leaking() -> nn.Module:
+    torch.manual_seed(0)
+    return Factory()
+
+
+def mended() -> nn.Module:
+    torch.manual_seed(0)
+    return FactoryMended()
+
+
+def not_a_module() -> Any:
+    return math.pi
+
+
+def failing() -> nn.Module:
+    raise KeyError("weights")

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir
-import onnxruntime
 
 from halfserve.export.conversion_settings import ConversionSettings
 from halfserve.export.onnx_fp16.conversion_report import Repair
 from halfserve.export.onnx_fp16.prepare import prepare
 from halfserve.export.onnx_fp16.repair import run_passes
 from halfserve.export.onnx_fp16.repair.edits import RepairPass
+from tests.export.conversions.runtime import Session
 
 Array = np.ndarray[Any, Any]
 
@@ -32,11 +32,7 @@ def repaired(model: onnx.ModelProto, repair: RepairPass) -> tuple[onnx.ModelProt
 
 def answers(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> list[Array]:
     """What ONNX Runtime makes of it, node by node."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return [np.asarray(answer) for answer in session.run(None, dict(feeds))]
+    return [np.asarray(answer) for answer in Session(model.SerializeToString(), "ORT_DISABLE_ALL").run(dict(feeds))]
 
 
 def same(model: onnx.ModelProto, repair: RepairPass, feeds: Mapping[str, Array], rtol: float = 1e-5) -> onnx.ModelProto:
