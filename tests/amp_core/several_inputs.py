@@ -89,6 +89,10 @@ def reader() -> nn.Module:
     return Reader()
 
 
+def together() -> nn.Module:
+    return Together()
+
+
 def padded() -> nn.Module:
     return Padded()
 

@@ -115,14 +115,6 @@ def test_defect_5_weight_changed_by_an_optimizer_is_cast_again(kind: Any, fused:
     torch.testing.assert_close(after.detach(), expected, rtol=0, atol=0)
 
 
-def test_defect_5_weight_swapped_for_its_average_is_cast_again() -> None:
-    layer, average, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.ones(2, 4)
-    with autocast("cpu", BRAIN):
-        layer(x)
-        layer.load_state_dict(average.state_dict())
-        assert torch.equal(layer(x), average(x))
-
-
 @pytest.mark.long
 def test_defect_5_is_torchs_in_a_process_without_ours() -> None:
     # Regions of ours make the process watch optimizers and copies, which serves torch's regions too.

@@ -52,7 +52,7 @@ def passes(tmp_path: Path) -> Iterator[ForwardPasses]:
         yield told
 
 
-def whole(folder: Path, *more: str, model: str = "announcing") -> Path:
+def whole(folder: Path, *more: str, model: str = "Announcing") -> Path:
     ended = Halfserve(folder / "process", command(folder / "out", *OPTIONS, *more, model=model)).ended()
     assert (ended.code, ended.err) == (0, "")
     return folder / "out"

@@ -375,7 +375,7 @@ def test_a_scheduler_keeps_its_methods(killed: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "data"), [("reader", "by_name"), ("reader", "in_order"), ("Together", "by_name"), ("reader", "padding")]
+    ("model", "data"), [("reader", "by_name"), ("reader", "in_order"), ("together", "by_name"), ("reader", "padding")]
 )
 def test_they_are_trained_whichever_way_the_data_set_gives_them(tmp_path: Path, model: str, data: str) -> None:
     result = train(settings(tmp_path, model=f"{SEVERAL}:{model}", data=f"{SEVERAL}:{data}", epochs=20, learning_rate=0.1))
@@ -398,4 +398,4 @@ def test_two_processes_get_them_by_name(tmp_path: Path) -> None:
 
 def test_a_forward_that_takes_others_is_told_what_it_got(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"forward takes \(batch\) and got the inputs all in one, a list of 2"):
-        train(settings(tmp_path, model=f"{SEVERAL}:Together", data=f"{SEVERAL}:in_order"))
+        train(settings(tmp_path, model=f"{SEVERAL}:together", data=f"{SEVERAL}:in_order"))
