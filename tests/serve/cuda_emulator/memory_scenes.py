@@ -80,7 +80,7 @@ class Held(BackendView):
         return self._backend.run(inputs)
 
 
-async def test_staged_batches_are_copied_from_locked_memory(tmp_path: Path, device: ctypes.CDLL) -> None:
+def test_staged_batches_are_copied_from_locked_memory(tmp_path: Path, device: ctypes.CDLL) -> None:
     before, each = device.emulated_locked_bytes(), 2**15
 
     def one_row(backend: Backend) -> None:
@@ -100,19 +100,22 @@ async def test_staged_batches_are_copied_from_locked_memory(tmp_path: Path, devi
         held.release.set()
         return [await end for end in ends]
 
+    async def main() -> None:
+        held = Held(load(tmp_path / "m.onnx"))
+        instance = make_instance(held, 0, Supervision(label="m/1"))
+        held.release.set()
+        instance.settle(partial(one_row, held))  # as the loader does, which shows where it runs
+        log(device)
+        for _ in range(3):
+            for (answered,) in await computed(instance, held):
+                assert isinstance(answered, Answered), answered
+                values = [number for answer in answered.answers for number in answer["y"].ravel().tolist()]
+                assert values == list(range(2 * each * COLUMNS))
+        assert device.emulated_locked_bytes() == before + 2 * (2 * each * COLUMNS * 4), "two sets of buffers, and no more"
+        instance.stop()
+
     others = set(threading.enumerate())
-    held = Held(load(tmp_path / "m.onnx"))
-    instance = make_instance(held, 0, Supervision(label="m/1"))
-    held.release.set()
-    instance.settle(partial(one_row, held))  # as the loader does, which shows where it runs
-    log(device)
-    for _ in range(3):
-        for (answered,) in await computed(instance, held):
-            assert isinstance(answered, Answered), answered
-            values = [number for answer in answered.answers for number in answer["y"].ravel().tolist()]
-            assert values == list(range(2 * each * COLUMNS))
-    assert device.emulated_locked_bytes() == before + 2 * (2 * each * COLUMNS * 4), "two sets of buffers, and no more"
-    instance.stop()
+    asyncio.run(main())
     for thread in set(threading.enumerate()) - others:
         thread.join(60)
     gc.collect()
