@@ -424,7 +424,7 @@ async def _finish_sequences(core: InferenceCore, drain_s: float) -> float:
         await asyncio.wait_for(core.finish_sequences(), drain_s)
     except TimeoutError:
         logger.warning("sequences were still running after %g s; they end here", drain_s)
-    return max(FLUSH_S, drain_s - (time.monotonic() - started_s))
+    return max(min(FLUSH_S, drain_s), drain_s - (time.monotonic() - started_s))
 
 
 async def _drain(core: InferenceCore, listening: Sequence[Transport | RestServer], drain_s: float) -> None:

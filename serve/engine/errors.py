@@ -42,6 +42,9 @@ def cut(text: str, most: int) -> str:
     return f"{text[:kept]} ... ({len(text) - 2 * kept} characters left out) ... {text[-kept:]}"
 
 
+OTHER_INPUTS = "send inputs of the size that the model was verified with, or serve it with the guard's policy 'fallback'"
+
+
 class InferenceError(Exception):
     """A request could not be answered. The text says what was wrong, what was expected and what to do.
 
@@ -156,6 +159,13 @@ class BackendError(InferenceError):
     """The model failed on this request."""
 
 
+class NonFiniteError(BackendError):
+    """An answer held NaN or infinities although the request's inputs did not, and the guard's policy rejects it."""
+
+    def __init__(self, what: str, trouble: str = OTHER_INPUTS) -> None:
+        super().__init__(f"{what}, though every input is finite; {trouble}")
+
+
 class UnknownError(InferenceError):
     """A Python model answered this request with Triton's code UNKNOWN."""
 
@@ -258,3 +268,17 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__
+
+
+class ByteCountError(ValueError):
+    """The bytes of a tensor do not fit its shape.
+
+    Attributes:
+        phrase: Triton's text for this error.
+        given: number of bytes, or elements of BYTES, that came.
+        expected: number that the shape has.
+    """
+
+    def __init__(self, text: str, phrase: TritonPhrase, *, given: int, expected: int) -> None:
+        super().__init__(text)
+        self.phrase, self.given, self.expected = phrase, given, expected

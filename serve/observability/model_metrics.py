@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 from halfserve.serve.engine.errors import (
     BackendError,
     DeadlineExceededError,
+    NonFiniteError,
     OutOfMemoryError,
     OverloadedError,
     QueueFullError,
@@ -20,7 +21,6 @@ from halfserve.serve.engine.errors import (
 from halfserve.serve.engine.execution.instance import Instance
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_statistics import CANCELLED, EDGES_NS, Duration, Totals, zeros
-from halfserve.serve.engine.precision_guard.guard import NonFiniteError
 from halfserve.serve.engine.precision_guard.tally import GuardCounters, OutputCounters
 from halfserve.serve.engine.sequences.sequence_loading import sequences_of
 from halfserve.serve.engine.sequences.sequence_scheduler import SequenceScheduler

@@ -16,6 +16,7 @@ from halfserve.serve.model_control.control_options import ControlMode, ControlOp
 from halfserve.serve.storage.storage_options import DEFAULT_GIB, ObjectStorage, default_folder
 
 _models = partial(typer.Option, rich_help_panel="Models")
+_storage = partial(typer.Option, rich_help_panel="Object storage")
 _as_triton = partial(typer.Option, rich_help_panel="As in Triton")
 
 
@@ -77,13 +78,13 @@ class Models:
     ] = ControlOptions.uploads
     storage_folder: Annotated[
         Path | None,
-        _models(
+        _storage(
             help="Folder for copies of models from object storage; by default ~/.cache/halfserve/storage. Servers share it.",
             show_default=False,
         ),
     ] = None
     storage_gib: Annotated[
-        float, _models(min=0.001, help="GiB that it may take; what no server uses makes room for what one needs.")
+        float, _storage(min=0.001, help="GiB that it may take; what no server uses makes room for what one needs.")
     ] = DEFAULT_GIB
     trust_torch_archives: Annotated[
         bool,

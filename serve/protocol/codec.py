@@ -15,13 +15,13 @@ from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.protos.request_parameters import PRIORITY, REQUEST_PARAMETERS, RESERVED_PREFIX, TIMEOUT
 from halfserve.protos.shared_memory_parameters import PARAMETERS
 from halfserve.protos.triton_errors import TritonPhrase
-from halfserve.serve.engine.errors import InvalidArgumentError
+from halfserve.serve.engine.errors import ByteCountError, InvalidArgumentError
 from halfserve.serve.engine.model import Model, missing_inputs, unfit_shape
 from halfserve.serve.engine.pictures.encoded_inputs import EncodedInputs, EncodedPictures
 from halfserve.serve.engine.requests import NO_PARAMETERS, Parameter
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, LateArray, LateInputs, RawInput, RawLayout, Tensors, TensorSpec
 from halfserve.serve.protocol.messages import parse
-from halfserve.serve.protocol.raw_tensors import ByteCountError, from_raw
+from halfserve.serve.protocol.raw_tensors import from_raw
 from halfserve.serve.protocol.shared_memory import (
     MAX_BYTES,
     RegionSlice,

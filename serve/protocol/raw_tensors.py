@@ -11,26 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halfserve.protos.triton_errors import TritonPhrase
+from halfserve.serve.engine.errors import ByteCountError
 
 if TYPE_CHECKING:
     from halfserve.protos.datatypes import Datatype
 
 LENGTH_PREFIX = Struct("<I")  # precedes each BYTES element: the element's length as uint32
 LENGTH_PREFIX_BYTES = LENGTH_PREFIX.size
-
-
-class ByteCountError(ValueError):
-    """The bytes of a tensor do not fit its shape.
-
-    Attributes:
-        phrase: Triton's text for this error.
-        given: number of bytes, or elements of BYTES, that came.
-        expected: number that the shape has.
-    """
-
-    def __init__(self, text: str, phrase: TritonPhrase, *, given: int, expected: int) -> None:
-        super().__init__(text)
-        self.phrase, self.given, self.expected = phrase, given, expected
 
 
 def from_raw(raw: bytes | memoryview, datatype: Datatype, shape: Sequence[int]) -> np.ndarray[Any, Any]:

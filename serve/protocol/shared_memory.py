@@ -20,6 +20,7 @@ from halfserve.protos.shared_memory_parameters import BYTE_SIZE, OFFSET, PARAMET
 from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.errors import (
     AlreadyExistsError,
+    ByteCountError,
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
@@ -27,7 +28,7 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.engine.resource_limits import most_regions
 from halfserve.serve.engine.tensors import Array, DeviceBytes, Outside, RawInput, Reader
-from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX, LENGTH_PREFIX_BYTES, ByteCountError, from_raw
+from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX, LENGTH_PREFIX_BYTES, from_raw
 from halfserve.serve.protocol.shared_memory_regions import (
     CudaRegion,
     SharedMemoryMode,

@@ -210,8 +210,8 @@ class ModelHost:
 
     @property
     def checks_readiness(self) -> bool:
-        """Whether the model has an is_ready."""
-        return hasattr(self._model, "is_ready")
+        """Whether the model has a method `is_ready`."""
+        return callable(getattr(self._model, "is_ready", None))
 
     def readiness(self) -> tuple[bool, str]:
         """Return what the model's is_ready says, and the error if it fails. On a thread of its own."""

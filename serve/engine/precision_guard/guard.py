@@ -8,14 +8,12 @@ from enum import StrEnum
 from itertools import accumulate
 from operator import and_, or_
 
-from halfserve.serve.engine.errors import BackendError, InferenceError
+from halfserve.serve.engine.errors import InferenceError, NonFiniteError
 from halfserve.serve.engine.precision_guard.non_finite import bad_stretches, check_of, count_non_finite, has_non_finite
 from halfserve.serve.engine.precision_guard.tally import GuardCounters, GuardEvent, Tally
 from halfserve.serve.engine.precision_guard.twin import Fallback, Part, Shadow, parts
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors, TensorSpec
-
-ADVICE = "send inputs of the size that the model was verified with, or serve it with the guard's policy 'fallback'"
 
 
 class GuardPolicy(StrEnum):
@@ -25,13 +23,6 @@ class GuardPolicy(StrEnum):
     COUNT = "count"
     REJECT = "reject"
     FALLBACK = "fallback"
-
-
-class NonFiniteError(BackendError):
-    """An answer held NaN or infinities although the request's inputs did not, and the guard's policy rejects it."""
-
-    def __init__(self, what: str, trouble: str = ADVICE) -> None:
-        super().__init__(f"{what}, though every input is finite; {trouble}")
 
 
 def what_is_bad(counts: Mapping[str, int], outputs: Tensors, part: Part) -> str:

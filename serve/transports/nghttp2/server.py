@@ -77,8 +77,10 @@ class Nghttp2Server:
         self._broken_log, self._unread_log = LogThrottle(logger.info), LogThrottle(logger.warning)
         figures = service.core.figures
         figures.gauge("halfserve_connections", "Open gRPC connections", lambda: len(self._connections))
-        calls = "gRPC calls in flight, streams included"
-        figures.gauge("halfserve_calls", calls, lambda: sum(connection.session.calls for connection in self._connections))
+        figures.gauge("halfserve_calls", "gRPC calls in flight, streams included", self._calls_in_flight)
+
+    def _calls_in_flight(self) -> int:
+        return sum(connection.session.calls for connection in self._connections)
 
     async def start(self) -> int:
         """Listen, and return the port.

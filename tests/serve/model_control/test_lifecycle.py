@@ -174,7 +174,7 @@ def test_a_broken_version_under_load_is_not_noticed_either(tmp_path: Path) -> No
             for _ in range(5):
                 load.wait_for_more(CLIENTS)
                 with pytest.raises(InferenceServerException, match="mlp/2/model.onnx: is not"):
-                    client.load_model("mlp")
+                    client.load_model("mlp", config="{}")
             load.wait_for_more(CLIENTS)
     assert {version for version, _ in load.answers} == {"1"}
 

@@ -22,6 +22,7 @@ from tritonclient.utils import InferenceServerException
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import InvalidArgumentError
+from halfserve.serve.engine.resource_limits import usable_cores
 from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.model_control.control_options import ControlMode
 from halfserve.serve.model_control.uploads import check_name, write_upload
@@ -122,7 +123,6 @@ def test_an_upload_that_is_given_up_is_in_no_ones_way(
     assert endless.graph.node[0].output == ["times"]
     del endless.graph.node[0]
     endless.graph.initializer.append(onnx.numpy_helper.from_array(np.array(2**60, np.int64), "times"))
-    loaders = sum(thread.name == "loader" for thread in threading.enumerate())
     content = endless.SerializeToString()
     with running_http(server) as rest, sending(server, rest, "new", content) as give_up:
         wait_for(server, [("new", "1", "LOADING", "")])
@@ -134,7 +134,8 @@ def test_an_upload_that_is_given_up_is_in_no_ones_way(
     assert ask(client, "new")
     assert [line[:3] for line in lines(server)] == [("new", "1", "READY")]
     assert len(list(temporary.iterdir())) == 1
-    wait_until(lambda: sum(thread.name == "loader" for thread in threading.enumerate()) == loaders)
+    # The threads that were given up have ended; as many as load at once may stay.
+    wait_until(lambda: sum(thread.name == "loader" for thread in threading.enumerate()) <= max(2, usable_cores()))
     assert not [record for record in caplog.records if record.exc_info]
 
 

@@ -22,6 +22,7 @@ from halfserve.serve.engine.errors import (
     BackendError,
     FailedPreconditionError,
     InvalidArgumentError,
+    NonFiniteError,
     OverloadedError,
     QueueFullError,
     RequestCancelledError,
@@ -29,7 +30,7 @@ from halfserve.serve.engine.errors import (
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import VersionState
 from halfserve.serve.engine.model_statistics import BatchTimes, LatencyFigures
-from halfserve.serve.engine.precision_guard.guard import NonFiniteError
+from halfserve.serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
 from halfserve.serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
 from halfserve.serve.observability.exposition import STATES_TOGETHER, TOGETHER, CpuMetrics, exposition, find_nvml, gpu_metrics
 from halfserve.serve.observability.metrics import histogram_metric, latency_figures, number
@@ -199,7 +200,8 @@ def test_the_guards_counters_are_there() -> None:
     counters = GuardCounters(policy="fallback", outputs={"y": output}, fallbacks=4, shadow_runs=9, degraded=True)
 
     def guard(model: Any) -> None:
-        model.guard = SimpleNamespace(counters=lambda: counters, stop=lambda: None)
+        tally: Any = SimpleNamespace(counters=lambda: counters)
+        model.guard = PrecisionGuard((), tally, policy=GuardPolicy.COUNT, batched=True)
 
     samples, held = scrape_with(guard), {"model": "held", "version": "1"}
     assert value(samples, "halfserve_guard_fallbacks_total", held) == 4
