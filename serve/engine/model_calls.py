@@ -184,7 +184,7 @@ def _request(call: ModelCall, model: Model) -> InferRequest:
         )
     arrays: dict[str, Array] = {}
     missing = [name for name, spec in model.inputs.items() if name not in call.inputs and not spec.optional]
-    if missing:
+    if missing and call.inputs.keys() <= model.inputs.keys():  # else a name that is none of the model's says more
         refusal = InvalidArgumentError(f"missing input {_names(missing)} of model {model.name!r}")
         raise missing_inputs(refusal, model, [*call.inputs], missing)
     for name, array in call.inputs.items():

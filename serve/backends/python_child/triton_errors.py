@@ -14,8 +14,8 @@ phrases: dict[str, str] = {}
 
 
 def phrased(name: str, text: str, **facts: str) -> str:
-    """Return an error's text, behind Triton's where there is one."""
-    return f"{phrases[name].format_map(facts)} {text}" if name in phrases else text
+    """Return an error's text; Triton's alone where there is one, since models compare it as a whole."""
+    return phrases[name].format_map(facts) if name in phrases else text
 
 
 class ErrorCode(IntEnum):

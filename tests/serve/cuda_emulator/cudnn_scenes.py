@@ -106,7 +106,7 @@ def served(folder: Path, config: str = "", end: str = "y = Relu (t9)", groups: s
     (folder / "m" / "config.pbtxt").write_text(f"max_batch_size: 16 {groups} {config}")
     (files,) = ModelRepository(folder).find("m")
     loader = VersionLoader(runtime=OnnxRuntime(), placement=DevicePlacement(), defaults=Defaults(), warm_up_budget_s=60)
-    return loader.load(files)
+    return loader.ready(loader.loaded(files))
 
 
 def plans_and_replays(model: Model, device: ctypes.CDLL) -> set[tuple[int, int]]:
