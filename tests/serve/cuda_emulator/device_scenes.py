@@ -146,7 +146,7 @@ KEEPS_SEQUENCES = """sequence_batching {
         ("", ["GPU0", "GPU1"]),
         ("instance_group { gpus: 1 }", ["GPU1"]),
         ("instance_group { kind: KIND_CPU }", ["CPU0"]),
-        (KEEPS_SEQUENCES, ["GPU0"]),
+        (KEEPS_SEQUENCES, ["GPU0", "GPU1"]),
     ],
 )
 def test_a_python_model_has_a_process_for_each_device(tmp_path: Path, config: str, places: list[str]) -> None:
