@@ -150,8 +150,8 @@ class InferenceCore:
         found = next((m for m in served if str(m.version) == number), None)
         if found is None:
             known = ", ".join(str(m.version) for m in served)
-            refusal = NotFoundError(f"model {name!r} has no version {version:.40}; served: {known}")
-            raise self._unknown_version(refusal, name, number)
+            text = f"model {name!r} has no version {version:.40}; served: {known}"
+            raise self._unknown_version(text, name, number)
         return found
 
     def knows(self, name: str) -> bool:
@@ -369,8 +369,8 @@ class InferenceCore:
 
     def _controlled(self) -> ModelLoader:
         if self.control is None:
-            refusal = UnavailableError("models are not loaded by request here; start the server with --model-control explicit")
-            raise refusal.like(TritonPhrase.NO_CONTROL)
+            text = "models are not loaded by request here; start the server with --model-control explicit"
+            raise UnavailableError(text).like(TritonPhrase.NO_CONTROL)
         return self.control
 
     def _not_served(self, name: str) -> NotFoundError | UnavailableError:
@@ -384,10 +384,10 @@ class InferenceCore:
         unknown = NotFoundError(f"model {name!r} is not served here; RepositoryIndex lists what is")
         return unknown.like(TritonPhrase.UNKNOWN_MODEL, model=name)
 
-    def _unknown_version(self, refusal: NotFoundError, name: str, version: str) -> NotFoundError:
+    def _unknown_version(self, text: str, name: str, version: str) -> NotFoundError:
         known = self.states.of(name).get(version)
         phrase = TritonPhrase.UNKNOWN_VERSION if known is None else TritonPhrase.VERSION_NOT_READY
-        return refusal.like(phrase, model=name, version=version)
+        return NotFoundError(text).like(phrase, model=name, version=version)
 
 
 async def _end(model: Model) -> None:
@@ -466,8 +466,8 @@ class RestrictedCore(InferenceCore):
         self, name: str, config: str | None = None, files: Mapping[str, bytes] | None = None, *, caller: str | None = None
     ) -> None:
         if not self._may_see(name):
-            refusal = NotFoundError(f"the repository has no model {name!r}; RepositoryIndex lists what it has")
-            raise refusal.like(TritonPhrase.NOT_IN_REPOSITORY, model=name)
+            text = f"the repository has no model {name!r}; RepositoryIndex lists what it has"
+            raise NotFoundError(text).like(TritonPhrase.NOT_IN_REPOSITORY, model=name)
         with names_hidden(self._may_see):
             await self._core.load(name, config, files, caller=caller)
 

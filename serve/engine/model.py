@@ -293,8 +293,8 @@ class Model:
         rows = next(iter(sizes.values()), 0)
         if any(size != rows for size in sizes.values()):
             other = next(name for name, size in sizes.items() if size != rows)
-            refusal = InvalidArgumentError(f"{where}inputs have different batch sizes {sizes}, expected the same for all")
-            raise refusal.like(TritonPhrase.BATCH_SIZES_DIFFER, input=other, model=self.name)
+            text = f"{where}inputs have different batch sizes {sizes}, expected the same for all"
+            raise InvalidArgumentError(text).like(TritonPhrase.BATCH_SIZES_DIFFER, input=other, model=self.name)
         if not 1 <= rows <= self.max_batch_size:
             raise InvalidArgumentError(
                 f"{where}the batch size is {rows}, expected 1 to {self.max_batch_size}; split the request"
@@ -365,15 +365,15 @@ class Model:
         return "" if self.composition is None else self.composition.fault
 
 
-def missing_inputs(refusal: InvalidArgumentError, model: Model, given: list[str], missing: list[str]) -> InvalidArgumentError:
+def missing_inputs(text: str, model: Model, given: list[str], missing: list[str]) -> InvalidArgumentError:
     """Return the error of a request that leaves out required inputs, with Triton's text."""
     count, required = len(model.inputs), sum(not spec.optional for spec in model.inputs.values())
     phrase = TritonPhrase.INPUT_COUNT if required == count else TritonPhrase.INPUT_COUNT_BETWEEN
     facts = {"count": count, "required": required, "given": len(given), "names": given, "missing": missing}
-    return refusal.like(phrase, model=model.name, **facts)
+    return InvalidArgumentError(text).like(phrase, model=model.name, **facts)
 
 
-def unfit_shape(refusal: InvalidArgumentError, model: Model, spec: TensorSpec, shape: Iterable[int]) -> InvalidArgumentError:
+def unfit_shape(text: str, model: Model, spec: TensorSpec, shape: Iterable[int]) -> InvalidArgumentError:
     """Return the error of an input whose shape the model does not take, with Triton's text."""
     facts = {"input": spec.name, "expected": list(spec.shape), "given": list(shape)}
-    return refusal.like(TritonPhrase.SHAPE, model=model.name, **facts)
+    return InvalidArgumentError(text).like(TritonPhrase.SHAPE, model=model.name, **facts)

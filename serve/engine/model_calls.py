@@ -185,13 +185,12 @@ def _request(call: ModelCall, model: Model) -> InferRequest:
     arrays: dict[str, Array] = {}
     missing = [name for name, spec in model.inputs.items() if name not in call.inputs and not spec.optional]
     if missing and call.inputs.keys() <= model.inputs.keys():  # else a name that is none of the model's says more
-        refusal = InvalidArgumentError(f"missing input {_names(missing)} of model {model.name!r}")
-        raise missing_inputs(refusal, model, [*call.inputs], missing)
+        raise missing_inputs(f"missing input {_names(missing)} of model {model.name!r}", model, [*call.inputs], missing)
     for name, array in call.inputs.items():
         spec = model.inputs.get(name)
         if spec is None:
-            refusal = InvalidArgumentError(f"input {name!r} is not one of model {model.name!r}: {_names(model.inputs)}")
-            raise refusal.like(TritonPhrase.UNEXPECTED_INPUT, input=name, model=model.name)
+            text = f"input {name!r} is not one of model {model.name!r}: {_names(model.inputs)}"
+            raise InvalidArgumentError(text).like(TritonPhrase.UNEXPECTED_INPUT, input=name, model=model.name)
         if call.datatypes[name] != spec.datatype.wire:
             raise InvalidArgumentError(
                 f"input {name!r} of model {model.name!r} has datatype {call.datatypes[name]!r}, expected {spec.datatype.wire!r}"
@@ -204,13 +203,12 @@ def _request(call: ModelCall, model: Model) -> InferRequest:
             )
         mismatch = spec.mismatch(array.shape)
         if mismatch is not None:
-            refusal = InvalidArgumentError(f"input {name!r} of model {model.name!r} {mismatch}")
-            raise unfit_shape(refusal, model, spec, array.shape)
+            raise unfit_shape(f"input {name!r} of model {model.name!r} {mismatch}", model, spec, array.shape)
         arrays[name] = array
     for name in call.outputs:
         if name not in model.outputs:
-            refusal = InvalidArgumentError(f"output {name!r} is not one of model {model.name!r}: {_names(model.outputs)}")
-            raise refusal.like(TritonPhrase.UNEXPECTED_OUTPUT, output=name, model=model.name)
+            text = f"output {name!r} is not one of model {model.name!r}: {_names(model.outputs)}"
+            raise InvalidArgumentError(text).like(TritonPhrase.UNEXPECTED_OUTPUT, output=name, model=model.name)
     rows = model.rows_of({name: array.shape for name, array in arrays.items()}, f"model {model.name!r}: ")
     turn = model.queue_policy.turn(_priority(call.parameters), call.timeout_s)
     now = time.monotonic()

@@ -247,8 +247,8 @@ def set_parameters(target: Any, given: Mapping[str, Any], where: str, *, skip: s
         elif isinstance(value, str):
             target[name].string_param = value
         else:
-            refusal = InvalidArgumentError(f"{where} has parameter {name!r} that is not text, a number, true or false")
-            raise refusal.like(TritonPhrase.PARAMETER_TYPE, parameter=name)
+            text = f"{where} has parameter {name!r} that is not text, a number, true or false"
+            raise InvalidArgumentError(text).like(TritonPhrase.PARAMETER_TYPE, parameter=name)
 
 
 def _read_outputs(head: ModelInferRequest, content: Fields) -> dict[str, bool]:

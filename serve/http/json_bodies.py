@@ -137,8 +137,8 @@ def parse_object(body: bytes | memoryview, *, empty: bool = False, unique: bool 
             "or as bytes behind the JSON (binary_data_size)"
         ) from None
     except RepeatedNameError as error:
-        refusal = InvalidArgumentError(f"the body has {_shown(str(error))} twice in one object, expected it once")
-        raise refusal.like(TritonPhrase.GENERATE_TWICE, input=str(error)) from None
+        text = f"the body has {_shown(str(error))} twice in one object, expected it once"
+        raise InvalidArgumentError(text).like(TritonPhrase.GENERATE_TWICE, input=str(error)) from None
     except (RecursionError, ValueError):
         raise InvalidArgumentError("the body's JSON is nested too deeply or has too long a number; expected less") from None
     if not isinstance(value, dict):

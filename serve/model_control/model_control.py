@@ -293,15 +293,17 @@ class ModelControl:
             logger.warning("%s", error)
             raise UnavailableError("the repository cannot be read now; the server's log says why") from None
         if not known:
-            unknown = NotFoundError(f"the repository has no model {name!r}; RepositoryIndex lists what it has")
-            raise unknown.like(TritonPhrase.NOT_IN_REPOSITORY, model=name)
+            text = f"the repository has no model {name!r}; RepositoryIndex lists what it has"
+            raise NotFoundError(text).like(TritonPhrase.NOT_IN_REPOSITORY, model=name)
         declared = await self._declared(repository, name, config)
         refused = await self._switch.bring_in(repository, name, declared)
         if refused:
             reasons = [*refused_steps, *self._switch.reasons(repository, name, refused)]
-            refusal = FailedPreconditionError(f"model {name!r} was refused: {'; '.join(reasons)}")
+            text = f"model {name!r} was refused: {'; '.join(reasons)}"
             is_polled = len(await self._threads.run(repository.having, name)) == 1
-            raise refusal.like(TritonPhrase.LOAD_FAILED if is_polled else TritonPhrase.NOT_IN_REPOSITORY, model=name)
+            raise FailedPreconditionError(text).like(
+                TritonPhrase.LOAD_FAILED if is_polled else TritonPhrase.NOT_IN_REPOSITORY, model=name
+            )
 
     async def _unload(self, name: str, *, dependents: bool) -> None:
         while self._steps_in_use[name] > 0:  # an ensemble that is being loaded needs it
@@ -354,8 +356,8 @@ class ModelControl:
     def _require_explicit(self, done: str) -> None:
         if self._options.mode is not ControlMode.EXPLICIT:
             # Triton's status: clients that are written for it ask by it whether models are loaded by request.
-            refusal = UnavailableError(f"models are not {done} by request here; start the server with --model-control explicit")
-            raise refusal.like(TritonPhrase.NO_CONTROL)
+            text = f"models are not {done} by request here; start the server with --model-control explicit"
+            raise UnavailableError(text).like(TritonPhrase.NO_CONTROL)
         if not self._core.is_ready:
             raise UnavailableError("the server is shutting down; send the request to another replica")
 

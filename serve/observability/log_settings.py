@@ -106,8 +106,8 @@ class LogFilter(logging.Filter):
 
 def _checked_log_setting(name: str, value: Value) -> Value:
     if name in FIXED_LOG_SETTINGS:
-        refusal = InvalidArgumentError(f"{name} cannot be changed over the network; {FIXED_LOG_SETTINGS[name]}")
-        raise refusal.like(TritonPhrase.LOG_FILE) if name == "log_file" else refusal
+        text = f"{name} cannot be changed over the network; {FIXED_LOG_SETTINGS[name]}"
+        raise InvalidArgumentError(text).like(TritonPhrase.LOG_FILE) if name == "log_file" else InvalidArgumentError(text)
     if name not in NAMES:
         raise InvalidArgumentError(f"there is no log setting {name!r}; those that can be changed: {', '.join(NAMES)}")
     if name == "log_format":

@@ -158,8 +158,8 @@ def _with(settings: TraceSettings, values: Mapping[str, tuple[str, ...]]) -> Tra
 def _checked_trace_setting(name: str, values: Sequence[str]) -> tuple[str, ...] | None:
     """Return the values of a setting; None clears it."""
     if name in FIXED_TRACE_SETTINGS:
-        refusal = InvalidArgumentError(f"{name} is set when the server starts (--trace-to), not over the network")
-        raise refusal.like(TritonPhrase.TRACE_FILE) if name == "trace_file" else refusal
+        text = f"{name} is set when the server starts (--trace-to), not over the network"
+        raise InvalidArgumentError(text).like(TritonPhrase.TRACE_FILE) if name == "trace_file" else InvalidArgumentError(text)
     if name not in CHANGEABLE:
         raise InvalidArgumentError(f"there is no trace setting {name!r}; those that can be changed: {', '.join(CHANGEABLE)}")
     if not values:

@@ -133,8 +133,8 @@ def decode_inputs(
         arrays[spec.name] = array
     if len(arrays) != len(model.inputs) and (left_out := _left_out(arrays, model)):
         missing = ", ".join(map(repr, left_out))
-        refusal = InvalidArgumentError(f"missing input {missing}; the model takes {_names(model.inputs)}")
-        raise missing_inputs(refusal, model, [*arrays], left_out)
+        text = f"missing input {missing}; the model takes {_names(model.inputs)}"
+        raise missing_inputs(text, model, [*arrays], left_out)
     _check_total(places)
     rows = model.rows_of({name: array.shape for name, array in arrays.items()})
     arrays = {name: _to_model(array, model.inputs[name]) for name, array in arrays.items()}
@@ -183,8 +183,8 @@ def requested_names(request: ModelInferRequest, model: Model) -> tuple[str, ...]
         name = output.name
         if name not in model.outputs:
             known = ", ".join(map(repr, model.outputs))
-            refusal = InvalidArgumentError(f"output {name!r} is not one of the model's: {known}")
-            raise refusal.like(TritonPhrase.UNEXPECTED_OUTPUT, output=name, model=model.name)
+            text = f"output {name!r} is not one of the model's: {known}"
+            raise InvalidArgumentError(text).like(TritonPhrase.UNEXPECTED_OUTPUT, output=name, model=model.name)
         if wanted.setdefault(name, output) != output:
             raise InvalidArgumentError(f"output {name!r} is named twice, with other parameters; expected one way to answer it")
     return tuple(wanted)
@@ -231,8 +231,8 @@ def _check_total(places: Sequence[RegionSlice | None]) -> None:
 def _spec(tensor: ModelInferRequest.InferInputTensor, model: Model, seen: Mapping[str, Any]) -> TensorSpec:
     spec = model.inputs.get(tensor.name)
     if spec is None:
-        refusal = InvalidArgumentError(f"input {tensor.name!r} is not one of the model's: {_names(model.inputs)}")
-        raise refusal.like(TritonPhrase.UNEXPECTED_INPUT, input=tensor.name, model=model.name)
+        text = f"input {tensor.name!r} is not one of the model's: {_names(model.inputs)}"
+        raise InvalidArgumentError(text).like(TritonPhrase.UNEXPECTED_INPUT, input=tensor.name, model=model.name)
     if spec.name in seen:
         raise InvalidArgumentError(f"input {spec.name!r} is given twice; expected once")
     if tensor.datatype != spec.datatype.wire:
@@ -240,13 +240,12 @@ def _spec(tensor: ModelInferRequest.InferInputTensor, model: Model, seen: Mappin
             spec = _encoded_spec(spec, len(tensor.shape))
         else:
             expected = spec.datatype.wire
-            refusal = InvalidArgumentError(f"input {spec.name!r} has datatype {tensor.datatype!r}, expected {expected!r}")
+            text = f"input {spec.name!r} has datatype {tensor.datatype!r}, expected {expected!r}"
             facts = {"input": spec.name, "model": model.name, "given": tensor.datatype, "expected": expected}
-            raise refusal.like(TritonPhrase.DATATYPE, **facts)
+            raise InvalidArgumentError(text).like(TritonPhrase.DATATYPE, **facts)
     mismatch = spec.mismatch(tensor.shape)
     if mismatch is not None:
-        refusal = InvalidArgumentError(f"input {spec.name!r} {mismatch}")
-        raise unfit_shape(refusal, model, spec, tensor.shape)
+        raise unfit_shape(f"input {spec.name!r} {mismatch}", model, spec, tensor.shape)
     return spec
 
 

@@ -313,8 +313,8 @@ class SharedMemory:
         if not name:
             raise InvalidArgumentError("the region has no name; expected one that requests can use").like(unnamed, **facts)
         if name in self._regions:
-            taken = AlreadyExistsError(f"shared memory region {name!r} is registered already; unregister it first")
-            raise taken.like(TritonPhrase.REGION_EXISTS, region=name)
+            text = f"shared memory region {name!r} is registered already; unregister it first"
+            raise AlreadyExistsError(text).like(TritonPhrase.REGION_EXISTS, region=name)
 
 
 class RegionUse:

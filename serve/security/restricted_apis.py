@@ -58,6 +58,8 @@ def check_header(group: RestrictedGroup, headers: Iterable[Header]) -> None:
     # With several headers a proxy and this server might each check a different one.
     given = [value for key, value in headers if key == name]
     if len(given) != 1 or not hmac.compare_digest(given[0], expected):
-        refusal = PermissionDeniedError(f"this API is restricted; send its value once in the header {group.header!r}")
+        text = f"this API is restricted; send its value once in the header {group.header!r}"
         is_grpc = group.header.startswith(GRPC_PREFIX)
-        raise refusal.like(TritonPhrase.RESTRICTED_PROTOCOL if is_grpc else TritonPhrase.RESTRICTED_API, header=group.header)
+        raise PermissionDeniedError(text).like(
+            TritonPhrase.RESTRICTED_PROTOCOL if is_grpc else TritonPhrase.RESTRICTED_API, header=group.header
+        )
