@@ -11,6 +11,7 @@ from typing import Any
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model_statistics import Reading
+from halfserve.serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
 from halfserve.serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
 from halfserve.serve.observability.exposition import exposition, gpu_metrics
 from tests.serve.engine.fakes import HeldBackend, held_model
@@ -36,8 +37,8 @@ def everything() -> str:
         core.figures.refuse(InvalidArgumentError("wrong"))
         for kind, name, text in declared_readings():
             core.figures.readings[name] = Reading(kind, name, text, lambda: 1)
-        guard: Any = SimpleNamespace(counters=lambda: counters, stop=lambda: None)
-        model.guard = guard
+        tally: Any = SimpleNamespace(counters=lambda: counters)
+        model.guard = PrecisionGuard((), tally, policy=GuardPolicy.COUNT, batched=True)
         body, _ = await exposition(core)
         await core.drain()
         return body.decode() + to_text(gpu_metrics(two_gpus()))
