@@ -1,6 +1,6 @@
 """Texts of Triton's errors that clients' programs compare, and its statuses on which they rely.
 
-Where a server speaks as Triton does (`--as-triton`), its error begins with the text, and has the status if one is given.
+Where a server speaks as Triton does (`--triton-errors`), its error begins with the text, and has the status if one is given.
 """
 
 from __future__ import annotations

@@ -73,6 +73,7 @@ def conformance_checks(address: str, rest: str, names: Sequence[str]) -> Iterato
     if not address and not rest:
         raise ConformanceTargetError("expected the address of a gRPC port, or --rest HOST:PORT")
     if address:
+        host, port = _host_and_port(address)
         with grpc.insecure_channel(address) as channel:
             try:
                 grpc.channel_ready_future(channel).result(CONNECT_SECONDS)
@@ -82,7 +83,7 @@ def conformance_checks(address: str, rest: str, names: Sequence[str]) -> Iterato
             yield from grpc_checks.grpc_checks(
                 target, _models(target, names, grpc_checks.listed_models, grpc_checks.described_model)
             )
-        yield from http2_checks(*_host_and_port(address))
+        yield from http2_checks(host, port)
     if rest:
         asked = rest_checks.RestTarget(*_host_and_port(rest))
         yield from rest_checks.rest_checks(asked, _models(asked, names, rest_checks.listed_models, rest_checks.described_model))

@@ -97,6 +97,8 @@ def test_the_command_writes_results_and_exits_with_1(wrong_server: str, tmp_path
 def test_where_no_server_can_be_asked_the_error_says_so(wrong_server: str, free_port: int) -> None:
     with pytest.raises(ConformanceTargetError, match="'here' is no address, expected HOST:PORT"):
         results_of("", "here")
+    with pytest.raises(ConformanceTargetError, match="'here' is no address, expected HOST:PORT"):
+        results_of("here", "")
     with pytest.raises(ConformanceTargetError, match="expected the address of a gRPC port, or --rest"):
         results_of("", "")
     done = subprocess.run(
