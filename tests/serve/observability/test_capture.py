@@ -5,6 +5,9 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from multiprocessing.shared_memory import SharedMemory as SystemMemory
 from pathlib import Path
@@ -27,6 +30,8 @@ from halfserve.serve.observability.inference_record import CapturedMessage
 from halfserve.serve.observability.observe_options import ObserveOptions
 from tests.models import save_mlp
 from tests.serve.conftest import load_repository
+from tests.serve.ensemble_folders import CHAIN, save_add, save_ensemble
+from tests.serve.fleet.local_processes import processes
 from tests.serve.http.running_http import running_http
 from tests.serve.observability.conftest import Serving, index
 from tests.serve.running_server import WAIT_S, RunningServer, running_server
@@ -250,3 +255,29 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
         CaptureFolder(tmp_path, 1 << 20)
     with pytest.raises(FailedPreconditionError, match="File exists; choose a folder that this user can write"):
         CaptureFolder(tmp_path / "a.npz", 1 << 20)
+
+
+def test_processes_share_a_folder_and_capture_what_clients_ask_of_an_ensemble(tmp_path: Path) -> None:
+    save_add(tmp_path / "models" / "one", 1)
+    save_add(tmp_path / "models" / "ten", 10)
+    save_ensemble(tmp_path / "models" / "chain", CHAIN)
+    folder, count = tmp_path / "captured", 5
+    with processes(tmp_path / "models", "--capture", folder, "--capture-share", "1") as server:
+        for number, client in enumerate(server.clients):  # over connections to both processes
+            for _ in range(count):
+                client.infer("chain", {"x": np.full((1, 4), number, np.float32)})
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(WAIT_S) == 0
+    found = read_capture(folder)
+    assert {read.model for read in found} == {"chain"}
+    assert sorted(read.inputs["x"][0, 0] for read in found) == sorted([*range(4)] * count)
+    assert sorted(path.name for path in folder.glob("*/*.npz")) == ["000001.npz", "000002.npz"]
+
+
+def test_a_server_does_not_start_without_its_folder(tmp_path: Path) -> None:
+    save_mlp(tmp_path / "m.onnx")
+    command = [sys.executable, "-m", "halfserve", "serve", str(tmp_path / "m.onnx"), "--cpu", "--capture", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert f"requests cannot be captured in {tmp_path}: it has other files, such as 'm.onnx'" in done.stderr
