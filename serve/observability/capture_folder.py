@@ -207,8 +207,10 @@ def _array(tensor: ModelInferRequest.InferInputTensor, datatype: Datatype, data:
 
 def _size(request: CapturedRequest) -> int:
     """Upper limit of the bytes that a request takes in a shard."""
-    size = len(json.dumps([request.request_id, dict(request.parameters)]))
+    size = ENTRY_BYTES + 6 * len(request.request_id)  # JSON writes a character in 6 bytes at most
+    if request.parameters:
+        size += len(json.dumps(dict(request.parameters)))
     for name, array in request.inputs.items():
         size += ENTRY_BYTES + 4 * len(name)
         size += sum(len(element) + 4 for element in array.ravel()) if array.dtype.hasobject else array.nbytes
-    return size + ENTRY_BYTES
+    return size
