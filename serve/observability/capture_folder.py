@@ -91,14 +91,15 @@ class CaptureFolder:
         by_model: dict[str, list[EndedRequest]] = {}
         for request in requests:
             by_model.setdefault(request.model, []).append(request)
-        for model, group in by_model.items():
-            try:
-                self._write_shard(model, group)
-            except OSError as error:
-                self.failed += len(group)
-                self._note_failure(error)
-            finally:
-                self.freed_bytes += sum(request.message.size for request in group)
+        try:
+            for model, group in by_model.items():
+                try:
+                    self._write_shard(model, group)
+                except OSError as error:
+                    self.failed += len(group)
+                    self._note_failure(error)
+        finally:
+            self.freed_bytes += sum(request.message.size for request in requests)
 
     def _write_shard(self, model: str, group: list[EndedRequest]) -> None:
         if time.monotonic() < self._retry_at_s:
