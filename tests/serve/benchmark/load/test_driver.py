@@ -67,7 +67,7 @@ def test_arrivals_end_at_the_number_of_requests() -> None:
 def test_a_replay_sends_each_request_near_its_captured_place(processes: int, contents: int, arrivals: int) -> None:
     spec = LoadSpec(rate=1, times_s=np.arange(arrivals) / 4)
     requests = [(bytes([number]), 0) for number in range(contents)]
-    sent = []
+    sent: list[tuple[int, tuple[bytes, int]]] = []
     for index in range(processes):
         own = replace(spec, share=(index, processes))
         due = list(intended_times(own, 5))
