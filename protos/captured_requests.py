@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -228,8 +229,15 @@ def _entry(request: CapturedRequest) -> dict[str, Any]:
 
 
 def _write_array(archive: zipfile.ZipFile, name: str, array: Array) -> None:
-    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-        np.lib.format.write_array(member, array, allow_pickle=False)
+    archive.writestr(zipfile.ZipInfo(f"{name}.npy"), b"".join((_npy_header(array.dtype, array.shape), array.tobytes())))
+
+
+@lru_cache(maxsize=256)  # most requests have the same few shapes, and numpy takes longer for a header than for a small array
+def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    header = io.BytesIO()
+    content = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(header, content)
+    return header.getvalue()
 
 
 def _to_disk(array: Array, datatype: Datatype) -> Array:
