@@ -14,9 +14,11 @@ from typing import Any, Literal, Self, TypeAlias
 import numpy as np
 
 from halfserve.protos import inference_pb2 as pb
+from halfserve.protos.captured_traffic import CapturedTraffic
 from halfserve.protos.cluster_pb2 import Directory, Member
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
+from halfserve.serve.benchmark.captured_load import CapturedMessages, captured_messages
 from halfserve.serve.benchmark.level import ServerTotals
 from halfserve.serve.benchmark.load.load_generator import LoadGenerator
 from halfserve.serve.benchmark.load.spec import LoadEndpoint, TlsPaths
@@ -125,6 +127,7 @@ class RequestSettings:
     shapes: Sequence[Mapping[str, Sequence[int]]] = ()
     given: Mapping[str, Any] = field(default_factory=dict)  # input name -> array or parsed JSON
     zeros: bool = False  # whether other inputs are zeros instead of random
+    captured: CapturedTraffic | None = None  # requests to send in place of all these, for the only model
     parameters: Mapping[str, Parameter] = field(default_factory=dict)  # parameters of every request
     version: str = ""  # version of the model; empty for the server's choice
     streaming: bool = False  # whether to use ModelStreamInfer instead of ModelInfer
@@ -151,7 +154,8 @@ class LoadTarget:
         self.versions: dict[str, str] = {}  # version that answered, by model
         self.provider: str | None = None  # execution provider of the first model; None if the server does not say
         self.notes: list[str] = []  # one line for each change made to the given inputs
-        self.plain_requests: list[ModelInferRequest] = []  # requests to the first model with their tensors in the message
+        self.plain_requests: Sequence[ModelInferRequest] = []  # requests to the first model with their tensors in the message
+        self.captured: CapturedMessages | None = None  # what was made of captured requests
         self._names: set[str] = set()  # names of the models, in requests and in the server's own metadata
         self._options = options
         self._stack = ExitStack()
@@ -170,7 +174,8 @@ class LoadTarget:
 
     @property
     def bench(self) -> Bench:
-        return Bench(generator=self.generator, read_totals=self.totals, batch_size=self._options.batch_size, models=self.models)
+        rows = self._options.batch_size if self.captured is None else self.captured.rows
+        return Bench(generator=self.generator, read_totals=self.totals, batch_size=rows, models=self.models)
 
     def totals(self) -> ServerTotals | None:
         """Return the server's counters for these models; None if the server keeps none."""
@@ -207,13 +212,21 @@ class LoadTarget:
             names = " or ".join(map(repr, self.models))
             raise BenchmarkArgumentError(f"model {names} has no input {wrong!r}; expected one of {', '.join(sorted(inputs))}")
 
-    def _model_requests(self, model: str) -> list[ModelInferRequest]:
+    def _model_requests(self, model: str) -> Sequence[ModelInferRequest]:
         options = self._options
         metadata = self.client.model_metadata(model, options.version)
         self._names |= {model, metadata.name}
         metadata.name = model  # requests carry the requested name, not the server's
         config = self.client.model_config(model, options.version)
         names = {tensor.name for tensor in metadata.inputs}
+        self.provider = self.provider or provider_of(config)
+        if options.captured is not None:
+            optional = {tensor.name for tensor in config.input if tensor.optional}
+            self.captured = captured_messages(
+                options.captured, metadata, names - optional, version=options.version, parameters=options.parameters
+            )
+            self.notes.append(self.captured.text)
+            return self._tried(model, self.captured.messages, varies=True)
         fitted, notes = fitted_inputs({k: v for k, v in options.given.items() if k in names}, metadata)
         self.notes += notes
         plan = RequestPlan(
@@ -226,23 +239,24 @@ class LoadTarget:
             zeros=options.zeros,
             parameters=options.parameters,
         )
-        self.provider = self.provider or provider_of(config)
         variants = [{k: v for k, v in shapes.items() if k in names} for shapes in options.shapes or [{}]]
-        found = [self._tried(model, replace(plan, shapes=shapes)) for shapes in variants]
+        # Answers to other requests may be longer than the first; the batch size is the same in all.
+        sizes = slice(1 if plan.max_batch_size else 0, None)
+        varies = any(output.datatype == "BYTES" or -1 in output.shape[sizes] for output in metadata.outputs)
+        found = [self._tried(model, replace(plan, shapes=shapes).requests(), varies=varies) for shapes in variants]
         return [requests[i % len(requests)] for i in range(max(map(len, found))) for requests in found]
 
-    def _tried(self, model: str, plan: RequestPlan) -> list[ModelInferRequest]:
-        """Return the plan's requests, after one was sent, so that the server's error is raised before any load."""
-        requests = plan.requests()
+    def _tried(self, model: str, requests: Sequence[ModelInferRequest], *, varies: bool) -> Sequence[ModelInferRequest]:
+        """Return the requests, after one was sent, so that the server's error is raised before any load.
+
+        `varies` says whether their answers may differ in size.
+        """
         self.plain_requests = self.plain_requests or requests
         answer = self.client.infer_message(requests[0])
         self.versions[model] = answer.model_version
         kind = self._options.shared_memory
         if kind is None:
             return requests
-        # Answers to other requests may be longer than the first.
-        sizes = slice(1 if plan.max_batch_size else 0, None)  # without the batch size, which is the same in all requests
-        varies = any(output.datatype == "BYTES" or -1 in output.shape[sizes] for output in plan.metadata.outputs)
         others = [self.client.infer_message(request) if varies else answer for request in requests[1:]]
         shared = shared_requests(self.client, requests, [answer, *others], kind, self._stack)
         self.client.infer_message(shared[0])
