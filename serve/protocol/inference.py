@@ -300,6 +300,7 @@ class _PendingInference(InferenceRecord):
             InferenceError: the request is refused.
         """
         self._queued = queued
+        self.model.statistics.request_bytes += self.request_bytes
         try:
             core.submit(self.model, queued)
         except Exception as error:
@@ -319,7 +320,10 @@ class _PendingInference(InferenceRecord):
     def respond(self, result: Tensors | InferenceError, final: bool, read: Callable[[], None]) -> None:
         """Take the outputs of one response of a decoupled model, or its error."""
         if self.many is not None:
-            self.many.response(self._written(result), final=final, read=read)
+            response = self._written(result)
+            if isinstance(response, bytes):
+                self.model.statistics.response_bytes += len(response)
+            self.many.response(response, final=final, read=read)
 
     def cancel(self) -> None:
         """Free the request's place in the queue, and drop its response."""
@@ -332,6 +336,8 @@ class _PendingInference(InferenceRecord):
         self.model.scheduler.cancel(queued)
 
     def _answered(self, response: bytes | InferenceError) -> None:
+        if isinstance(response, bytes) and self.many is None:
+            self.model.statistics.response_bytes += len(response)
         reply = self._reply
         self._end(response)
         reply(response)
