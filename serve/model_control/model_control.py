@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.config.model_config import DeclaredConfig, config_from_json
+from halfserve.serve.engine.config.parameters import PINNED, own_parameter
 from halfserve.serve.engine.ensembles.graph import step_models
 from halfserve.serve.engine.errors import (
     FailedPreconditionError,
@@ -28,6 +29,7 @@ from halfserve.serve.engine.resource_limits import usable_cores
 from halfserve.serve.model_control.config_overrides import ConfigOverrides
 from halfserve.serve.model_control.control_options import ALL, ControlMode, ControlOptions, start_error
 from halfserve.serve.model_control.copies import ModelCopies
+from halfserve.serve.model_control.load_on_demand import LoadOnDemand
 from halfserve.serve.model_control.loader_thread import LoaderThread
 from halfserve.serve.model_control.loader_threads import LoaderThreads
 from halfserve.serve.model_control.switch import Switch
@@ -59,7 +61,8 @@ class ModelControl:
         self._threads = LoaderThreads(options.load_threads or usable_cores())
         # Listing models must not wait for a load, and therefore has a thread of its own; watching their files may take long.
         is_watching = options.mode is ControlMode.POLL
-        self._lookout = None if options.mode is ControlMode.NONE else LoaderThread("lookout", works_long=is_watching)
+        has_lookout = options.loads_some or is_watching
+        self._lookout = LoaderThread("lookout", works_long=is_watching) if has_lookout else None
         self._copies = None if copy is None else ModelCopies(copy, core)
         self._unreadable = False  # whether the repository's error has been logged
         self._switch = Switch(core, loader, self._threads, load_limit_s=options.load_limit_s)
@@ -73,6 +76,7 @@ class ModelControl:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loaded_as_steps: set[str] = set()  # models loaded for ensembles, and not by a request of their own
         self._refused_ensembles: set[str] = set()  # retried when another model has come, in the mode POLL
+        self._demand = LoadOnDemand(core, self._load_on_demand, self._task) if options.on_demand else None
         core.control = self
 
     async def start(self) -> None:
@@ -193,7 +197,7 @@ class ModelControl:
 
     async def refresh(self) -> None:
         """Update the list of loadable models."""
-        if self._lookout is None or self._options.mode is not ControlMode.EXPLICIT:
+        if self._lookout is None or not self._options.loads_some:
             return
         try:
             if self._copies is not None:
@@ -217,6 +221,9 @@ class ModelControl:
             if files:
                 loading.cancel()
             raise
+
+    async def _load_on_demand(self, name: str) -> None:
+        await self._load(name, None, {})
 
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         if self._copies is None or files:
@@ -387,19 +394,29 @@ class ModelControl:
 
 def _copied_at_start(options: ControlOptions) -> dict[str, None] | None:
     """Return the models to copy from object storage; None stands for all."""
-    everything = options.mode is not ControlMode.EXPLICIT or ALL in options.load_at_start
+    everything = not options.loads_some or ALL in options.load_at_start
     return None if everything else dict.fromkeys(options.load_at_start)
+
+
+def _is_pinned(repository: ModelRepository, name: str) -> bool:
+    try:
+        return bool(own_parameter(repository.config(name).message, PINNED))
+    except ModelLoadError:  # the load of the model reports the error
+        return False
 
 
 def _wanted_at_start(repository: ModelRepository, options: ControlOptions) -> list[str]:
     names = repository.names()
-    if options.mode is ControlMode.EXPLICIT:
+    if options.loads_some:
         missing = sorted(set(options.load_at_start) - {*names, ALL})
         if missing:
             raise ModelLoadError(
                 f"{repository}: has no model {missing[0]!r} to load at the start; it has {', '.join(names) or 'none'}"
             )
-        return names if ALL in options.load_at_start else list(dict.fromkeys(options.load_at_start))
+        if ALL in options.load_at_start:
+            return names
+        pinned = [name for name in names if options.on_demand and _is_pinned(repository, name)]
+        return list(dict.fromkeys([*options.load_at_start, *pinned]))
     if not names and options.mode is ControlMode.NONE:
         find_models(repository.paths[0])  # raises a ModelLoadError that names the problem
     return names
