@@ -28,7 +28,7 @@ from halfserve.serve.engine.errors import (
     QueueFullError,
     RequestCancelledError,
 )
-from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.inference_core import ON_DEMAND, InferenceCore
 from halfserve.serve.engine.model import VersionState
 from halfserve.serve.engine.model_statistics import BatchTimes, LatencyFigures
 from halfserve.serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
@@ -262,6 +262,14 @@ async def test_a_scrape_of_many_states_yields_to_the_event_loop() -> None:
     assert turns >= 4
     assert text.count("# TYPE halfserve_model_state gauge") == 1
     assert text.count('state="LOADING",version="1"} 1') == 3 * STATES_TOGETHER + 1
+
+
+async def test_models_that_are_available_on_demand_raise_no_alert() -> None:
+    core = InferenceCore([])
+    core.states.set("resting", 1, VersionState.UNAVAILABLE, ON_DEMAND)
+    core.states.set("refused", 1, VersionState.UNAVAILABLE, "corrupt")
+    samples = await scrape(core)
+    assert {dict(labels)["model"] for name, labels in samples if name == "halfserve_model_state"} == {"refused"}
 
 
 def test_the_machines_figures_are_shares_and_bytes(tmp_path: Path) -> None:
