@@ -366,6 +366,10 @@ class InferenceCore:
         """Return the task that ends when a version that left service has answered its accepted requests; None if it has."""
         return self._leaving.get(model)
 
+    def leaving_models(self) -> list[Model]:
+        """Return the versions that left service, and still answer accepted requests."""
+        return [*self._leaving]
+
     def notify(self) -> None:
         """Call the listeners for changes."""
         changed, self._changed = self._changed, asyncio.Event()

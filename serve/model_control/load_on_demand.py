@@ -143,17 +143,18 @@ class LoadOnDemand:
             self._failed.pop(name, None)
             error = None
         except InferenceError as refusal:
-            error = self._fail(name, str(refusal))
+            error = self._fail(name, str(refusal), is_passing=isinstance(refusal, UnavailableError))
         except Exception as unexpected:
             logger.exception("%s: failed to load", name, extra={"model": name})
-            error = self._fail(name, f"{type(unexpected).__name__}; the server's log says more")
+            error = self._fail(name, f"{type(unexpected).__name__}; the server's log says more", is_passing=False)
         finally:
             waiting = self._loading.pop(name)
             self._end(waiting, None if self._core.served(name) else error)
 
-    def _fail(self, name: str, reason: str) -> InferenceError:
+    def _fail(self, name: str, reason: str, *, is_passing: bool) -> InferenceError:
+        """Pause before the next try: each time for longer, unless the reason is `is_passing`, such as a lack of room."""
         before = self._failed.get(name)
-        pause_s = FIRST_PAUSE_S if before is None else min(2 * before.pause_s, LONGEST_PAUSE_S)
+        pause_s = FIRST_PAUSE_S if before is None or is_passing else min(2 * before.pause_s, LONGEST_PAUSE_S)
         failed = self._failed[name] = FailedLoad(reason=reason, pause_s=pause_s, next_s=time.monotonic() + pause_s)
         self._failures += 1
         said = "%s: a request's load failed, and is tried again in %g s at the earliest: %s"

@@ -32,6 +32,7 @@ from halfserve.serve.model_control.copies import ModelCopies
 from halfserve.serve.model_control.load_on_demand import LoadOnDemand
 from halfserve.serve.model_control.loader_thread import LoaderThread
 from halfserve.serve.model_control.loader_threads import LoaderThreads
+from halfserve.serve.model_control.model_room import ModelRoom
 from halfserve.serve.model_control.switch import Switch
 from halfserve.serve.model_control.uploads import UploadedModels, check_name
 from halfserve.serve.model_control.version_loading import VersionLoader
@@ -76,7 +77,17 @@ class ModelControl:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loaded_as_steps: set[str] = set()  # models loaded for ensembles, and not by a request of their own
         self._refused_ensembles: set[str] = set()  # retried when another model has come, in the mode POLL
-        self._demand = LoadOnDemand(core, self._load_on_demand, self._task) if options.on_demand else None
+        if options.on_demand:
+            room = ModelRoom(
+                core,
+                self._unload_idle,
+                keeps=self._keeps,
+                is_changing=lambda name: name in self._locks and self._lock(name).locked(),
+                is_awaited=lambda: demand.waiting > 0,
+                most_bytes=options.max_loaded_bytes,
+            )
+            demand = LoadOnDemand(core, lambda name: self._load_on_demand(name, room), self._task)
+            self._switch.room = room
         core.control = self
 
     async def start(self) -> None:
@@ -101,6 +112,8 @@ class ModelControl:
         self._enter_service()
         if watch is not None:
             self._task(watch.run(self._follow))
+        if self._switch.room is not None and options.idle_unload_s:
+            self._task(self._switch.room.unload_idle(options.idle_unload_s))
         await self.refresh()
 
     def close(self) -> None:
@@ -222,8 +235,15 @@ class ModelControl:
                 loading.cancel()
             raise
 
-    async def _load_on_demand(self, name: str) -> None:
-        await self._load(name, None, {})
+    async def _load_on_demand(self, name: str, room: ModelRoom) -> None:
+        """Load a model for requests; a lack of room is UNAVAILABLE, and no fault of the model."""
+        refusals = room.refusals
+        try:
+            await self._load(name, None, {})
+        except FailedPreconditionError as error:
+            if room.refusals != refusals:
+                raise UnavailableError(str(error)) from None
+            raise
 
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         if self._copies is None or files:
@@ -327,6 +347,15 @@ class ModelControl:
         for step in steps:
             if step in self._loaded_as_steps and step not in in_use:
                 await self._unload(step, dependents=True)
+
+    def _keeps(self, name: str) -> bool:
+        """Return whether a model has what only a load request brought, or is a step of an ensemble that is being loaded."""
+        return self._steps_in_use[name] > 0 or self._overrides.get(name) is not None or self._uploads.has(name)
+
+    async def _unload_idle(self, name: str, why: str) -> None:
+        async with self._lock(name):  # which is free, so that the model is still idle
+            await self._switch.take_out(name, why)
+            self._loaded_as_steps.discard(name)
 
     def _steps(self, name: str) -> list[str]:
         """Return the models of the steps of a served ensemble; none for another model."""

@@ -168,7 +168,7 @@ ROOT = Path(__file__).parents[3]
 # What a view does as a core without models does it: it finds models by what is handed on, or changes nothing but itself.
 AS_WITHOUT_MODELS = {
     *("model", "replace", "notify", "retire", "finish_sequences", "drain", "clean_up"),
-    *("says_ready", "arrival", "leaving", "on_change", "off_change", "changed"),
+    *("says_ready", "arrival", "leaving", "leaving_models", "on_change", "off_change", "changed"),
 }
 
 
