@@ -31,7 +31,7 @@ from halfserve.serve.fleet.member.fleet_commands import (
     UNLOAD,
 )
 from halfserve.serve.fleet.member.handover import Handover
-from halfserve.serve.fleet.member.member_counters import MemberCounters, visible_metrics
+from halfserve.serve.fleet.member.member_counters import MemberCounters
 from halfserve.serve.fleet.member.member_socket import M, MemberChannel, MemberSocket, UnreachableError
 from halfserve.serve.fleet.member.supervisor_link import Membership
 from halfserve.serve.observability.metrics import CONTENT_TYPE, MetricTexts
@@ -154,8 +154,13 @@ class ClusterService:
 
     async def _metrics(self, _local: Method, _: Message, call: RpcCall) -> tuple[bytes, str]:
         answer = await self._agent.ask(METRICS, empty_pb2.Empty(), wrappers_pb2.BytesValue)
+        metrics = MemberCounters.from_bytes(answer.value).metrics
+        for metric in metrics:
+            metric.samples = [
+                one for one in metric.samples if "model" not in one.labels or call.server.may_see(one.labels["model"])
+            ]
         texts = MetricTexts()
-        texts.add(visible_metrics(MemberCounters.from_bytes(answer.value).metrics, call.server.may_see))
+        texts.add(metrics)
         return texts.joined(), CONTENT_TYPE
 
     def _wake(self) -> None:
@@ -217,7 +222,7 @@ class ClusterMember(Membership):
             compute_slots=self._slots or max((len(model.backends) for model in core.models()), default=1) or 1,
         )
         for name in core.loadable:
-            state.models[name].is_served = core.comes_on_demand(name)
+            state.models[name].SetInParent()
         for served in core.models():
             model = state.models[served.name]
             model.is_served = core.is_model_ready(served.name)

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.engine.inference_core import ON_DEMAND
 
 T = TypeVar("T")
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
@@ -76,7 +75,7 @@ COMMANDS = {
 # Of `VersionState`, from best to worst: a version has the worst state among its members.
 STATES = READY_STATE, LOADING, UNLOADING, UNAVAILABLE = "READY", "LOADING", "UNLOADING", "UNAVAILABLE"
 Index = pb.RepositoryIndexResponse.ModelIndex
-Versions = dict[str, Index]  # the versions of a model
+Versions = dict[tuple[str, str], Index]
 METRICS = "/halfserve.Cluster/Metrics"  # asks the controller for the counters of all members
 READ_COUNTERS = "/halfserve.Member/Figures"
 STATISTICS, INDEX, READY = (f"/{SERVICE}/{name}" for name in ("ModelStatistics", "RepositoryIndex", "ModelReady"))
@@ -92,41 +91,19 @@ def merge_index(
 ) -> pb.RepositoryIndexResponse:
     """List every version that the member knows, each in the worst state among all members.
 
-    A model that is available on demand at some members, and loaded at others, is listed as the others have it.
-
     Args:
         own: index of the member itself, with versions in all states.
         others: indexes of other members, by the name for messages.
         ready: return only ready versions.
     """
-    merged = _by_model(own)
+    merged: Versions = {(one.name, one.version): one for one in own.models}
     for title, other in others.items():
-        found = _by_model(other)
-        for name, mine in merged.items():
-            theirs = found.get(name, {})
-            if _rests(theirs):
-                continue
-            if _rests(mine):
-                merged[name] = theirs or mine
-                continue
-            for version, one in mine.items():
-                there = theirs.get(version) or Index(state=UNAVAILABLE, reason="it has no such version now")
-                reason = f"{title}: {there.reason}" if there.reason else title
-                one.state, one.reason = worst([(one.state, one.reason), (there.state, reason)])
-    listed = (one for versions in merged.values() for one in versions.values())
-    return pb.RepositoryIndexResponse(models=[one for one in listed if one.state == READY_STATE or not ready])
-
-
-def _by_model(index: pb.RepositoryIndexResponse) -> dict[str, Versions]:
-    found: dict[str, Versions] = {}
-    for one in index.models:
-        found.setdefault(one.name, {})[one.version] = one
-    return found
-
-
-def _rests(versions: Versions) -> bool:
-    """Return whether a model is available on demand, and not loaded."""
-    return any(one.reason == ON_DEMAND for one in versions.values())
+        found: Versions = {(one.name, one.version): one for one in other.models}
+        for key, mine in merged.items():
+            theirs = found.get(key) or Index(state=UNAVAILABLE, reason="it has no such version now")
+            there = f"{title}: {theirs.reason}" if theirs.reason else title
+            mine.state, mine.reason = worst([(mine.state, mine.reason), (theirs.state, there)])
+    return pb.RepositoryIndexResponse(models=[one for one in merged.values() if one.state == READY_STATE or not ready])
 
 
 async def finished(work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[Any]]) -> T:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.metrics_core import Metric
@@ -43,8 +43,8 @@ class MemberCounters:
 
     def add(self, other: MemberCounters) -> None:
         """Add the counters of another member, for all of its models."""
-        add_statistics(self.statistics, [other.statistics])
-        self.metrics = merge_metrics(self.metrics, [other.metrics])
+        add_statistics(self.statistics, [other.statistics], everything=True)
+        self.metrics = merge_metrics(self.metrics, [other.metrics], everything=True)
 
     def to_bytes(self) -> bytes:
         metrics = [
@@ -68,15 +68,17 @@ class MemberCounters:
         return counters
 
 
-def add_statistics(own: pb.ModelStatisticsResponse, others: Iterable[pb.ModelStatisticsResponse]) -> None:
-    """Add the statistics of other members to a member's own, also of models that it does not serve."""
+def add_statistics(
+    own: pb.ModelStatisticsResponse, others: Iterable[pb.ModelStatisticsResponse], *, everything: bool = False
+) -> None:
+    """Add the statistics of other members to a member's own; of models that it does not serve only with `everything`."""
     found = {(one.name, one.version): one for one in own.model_stats}
     for other in others:
         for one in other.model_stats:
             key = one.name, one.version
             if key in found:
                 _add_model(found[key], one)
-            else:
+            elif everything:
                 found[key] = own.model_stats.add()
                 found[key].CopyFrom(one)
 
@@ -103,26 +105,25 @@ def _add(total: pb.StatisticDuration, one: pb.StatisticDuration) -> None:
     total.ns += one.ns
 
 
-def merge_metrics(own: Sequence[Metric], others: Iterable[Sequence[Metric]]) -> list[Metric]:
-    """Merge metrics of other members into a member's own, also of models that it does not serve."""
+def merge_metrics(own: Sequence[Metric], others: Iterable[Sequence[Metric]], *, everything: bool = False) -> list[Metric]:
+    """Merge metrics of other members into a member's own; of models that it does not serve only with `everything`."""
     metrics = {metric.name: metric for metric in own}
+    served = {model_of(sample.labels) for metric in own for sample in metric.samples}
     for other in others:
         for metric in other:
             if metric.name.startswith(OF_THE_MACHINE):
                 continue
+            samples = [sample for sample in metric.samples if everything or model_of(sample.labels) in served]
             if metric.name not in metrics:
-                metrics[metric.name] = _metric_of(metric, metric.samples)
+                metrics[metric.name] = _metric_of(metric, samples)
             else:
-                metrics[metric.name] = _merged(metrics[metric.name], metric.samples)
+                metrics[metric.name] = _merged(metrics[metric.name], samples)
     return list(metrics.values())
 
 
-def visible_metrics(metrics: Iterable[Metric], may_see: Callable[[str], bool]) -> list[Metric]:
-    """Return metrics without the samples of hidden models."""
-    return [
-        _metric_of(metric, [one for one in metric.samples if "model" not in one.labels or may_see(one.labels["model"])])
-        for metric in metrics
-    ]
+def model_of(labels: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Name and version of a sample's model; None if it has none."""
+    return labels.get("model"), labels.get("version")
 
 
 def _metric_of(metric: Metric, samples: Iterable[Sample]) -> Metric:

@@ -36,7 +36,7 @@ from halfserve.serve.fleet.member.fleet_commands import (
     finished,
     merge_index,
 )
-from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, merge_metrics, visible_metrics
+from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, merge_metrics
 from halfserve.serve.fleet.member.member_socket import Siblings, process, raise_first, read_counters
 from halfserve.serve.observability.metrics import CONTENT_TYPE, MetricTexts
 from halfserve.serve.protocol.rpc import Method, Rpc, RpcCall
@@ -200,14 +200,10 @@ class ProcessService:
         return command.answer()
 
     async def _statistics(self, local: Method, request: pb.ModelStatisticsRequest, call: RpcCall) -> pb.ModelStatisticsResponse:
-        server = call.server
-        rests = bool(request.name) and server.core.comes_on_demand(request.name)  # the others may have loaded it
-        answer: pb.ModelStatisticsResponse = pb.ModelStatisticsResponse() if rests else await local(request, call)
+        answer: pb.ModelStatisticsResponse = await local(request, call)
         others = await self._siblings.query(STATISTICS, request, pb.ModelStatisticsResponse)
         add_statistics(answer, others.values())
-        if rests and not answer.model_stats:
-            return await local(request, call)  # type: ignore[no-any-return]  # (a method answers with what its RPC says)
-        return pb.ModelStatisticsResponse(model_stats=[one for one in answer.model_stats if server.may_see(one.name)])
+        return answer
 
     async def _index(self, local: Method, request: pb.RepositoryIndexRequest, call: RpcCall) -> pb.RepositoryIndexResponse:
         whole = pb.RepositoryIndexRequest(repository_name=request.repository_name)
@@ -232,9 +228,8 @@ class ProcessService:
     async def _metrics(self, _local: Method, _: Message, call: RpcCall) -> tuple[bytes, str]:
         own = await read_counters(call.server.core)
         others = await self._siblings.query(READ_COUNTERS, empty_pb2.Empty(), wrappers_pb2.BytesValue)
-        merged = merge_metrics(own.metrics, (MemberCounters.from_bytes(one.value).metrics for one in others.values()))
         texts = MetricTexts()
-        texts.add(visible_metrics(merged, call.server.may_see))
+        texts.add(merge_metrics(own.metrics, (MemberCounters.from_bytes(one.value).metrics for one in others.values())))
         return texts.joined(), CONTENT_TYPE
 
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from prometheus_client.metrics_core import Metric
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.serve.engine.inference_core import ON_DEMAND
 from halfserve.serve.fleet.launch.supervision import check_room, process_count
 from halfserve.serve.fleet.member.fleet_commands import merge_index
-from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, merge_metrics, visible_metrics
+from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, merge_metrics
 from halfserve.serve.fleet.member.member_socket import read_counters
 from halfserve.serve.protocol.rpcs import model_statistics
 from tests.serve.running_server import RunningServer
@@ -40,9 +39,9 @@ def statistics(batches: Sequence[tuple[int, int]], name: str = "m") -> Answer:
 def test_statistics_of_members_are_those_of_one_server(
     first: list[tuple[int, int]], second: list[tuple[int, int]], third: list[tuple[int, int]]
 ) -> None:
-    total, other = statistics(first), statistics(second, "loaded at another member")
-    add_statistics(total, [statistics(second), statistics(third), other])
-    assert list(total.model_stats) == [*statistics([*first, *second, *third]).model_stats, *other.model_stats]
+    total = statistics(first)
+    add_statistics(total, [statistics(second), statistics(third), statistics(second, "of another model")])
+    assert total == statistics([*first, *second, *third])
 
 
 def index(*states: str, reason: str = "") -> pb.RepositoryIndexResponse:
@@ -65,26 +64,6 @@ def test_a_version_is_in_the_worst_state_of_all(others: pb.RepositoryIndexRespon
     (merged,) = merge_index(index("READY"), {"process 2": others}, ready=False).models
     assert (merged.state, merged.reason) == (state, reason)
     assert len(merge_index(index("READY"), {"process 2": others}, ready=True).models) == (state == "READY")
-
-
-RESTS = index("UNAVAILABLE", reason=ON_DEMAND)
-
-
-@pytest.mark.parametrize(
-    ("own", "other", "expected"),
-    [
-        (RESTS, RESTS, RESTS),
-        (RESTS, index("READY", "READY"), index("READY", "READY")),
-        (index("READY"), RESTS, index("READY")),
-        (index("LOADING"), RESTS, index("LOADING")),
-        (RESTS, index("UNAVAILABLE", reason="corrupt"), index("UNAVAILABLE", reason="corrupt")),
-        (RESTS, pb.RepositoryIndexResponse(), RESTS),
-    ],
-)
-def test_members_where_a_model_rests_leave_its_state_to_the_others(
-    own: pb.RepositoryIndexResponse, other: pb.RepositoryIndexResponse, expected: pb.RepositoryIndexResponse
-) -> None:
-    assert merge_index(own, {"process 2": other}, ready=False) == expected
 
 
 def metric(name: str, kind: str, value: float, **labels: str) -> Metric:
@@ -117,10 +96,8 @@ def test_the_quantiles_told_are_those_of_the_slowest_member() -> None:
     assert [sample.value for sample in found.samples] == [3]
 
 
-def test_counters_of_hidden_models_are_left_out() -> None:
-    merged = merge_metrics([metric("a", "counter", 2, model="m")], [[metric("a", "counter", 3, model="hidden")]])
-    assert len(merged[0].samples) == 2
-    (found,) = visible_metrics(merged, lambda name: name == "m")
+def test_counters_of_models_that_are_not_served_here_are_left_out() -> None:
+    (found,) = merge_metrics([metric("a", "counter", 2, model="m")], [[metric("a", "counter", 3, model="gone")]])
     assert [(sample.labels, sample.value) for sample in found.samples] == [({"model": "m"}, 2)]
 
 
