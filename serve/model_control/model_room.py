@@ -15,6 +15,9 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 
 MIB = 2**20
+# Models that load at once when others must go for them: one is tried out while the next one is read. More would keep room from
+# models that requests use, long before they need it.
+LOADS_FOR_ROOM = 2
 LOOK_S = 0.05  # between two looks for a model that has become idle: signals would cost each request
 FREEING_S = 0.1  # time in which the memory of an unloaded model becomes free
 PATIENCE_S = 10.0  # a load that no request waits for waits so long for room
@@ -60,6 +63,7 @@ class ModelRoom:
         self._is_awaited = is_awaited
         self._most = most_bytes
         self._coming: dict[tuple[str, int], int] = {}  # bytes of the versions that are being loaded
+        self._came = asyncio.Event()  # set at the end of each load
         self._turn = asyncio.Lock()
         self.refusals = self._for_room = self._idle = 0
         figures = core.figures
@@ -84,6 +88,7 @@ class ModelRoom:
             yield
         finally:
             self._coming.pop((name, version), None)
+            self._came.set()
 
     async def take(self, model: Path, name: str, version: int, needed: int) -> None:
         """Take room of `needed` bytes for a version; unload others for it, and wait for those that are in use.
@@ -93,7 +98,10 @@ class ModelRoom:
         """
         async with self._turn:  # so that small models do not pass a large one forever
             while self._most and self.loaded + sum(self._coming.values()) + needed > self._most:
-                if needed + self._pinned > self._most or not await self.free(name, counted=True):
+                if needed + self._pinned <= self._most and len(self._coming) >= LOADS_FOR_ROOM:
+                    self._came.clear()
+                    await self._came.wait()
+                elif needed + self._pinned > self._most or not await self.free(name, counted=True):
                     raise ModelLoadError(self._no_room(model, needed))
             self._coming[name, version] = needed
 

@@ -24,7 +24,7 @@ from halfserve.serve.model_control.load_memory import needed_bytes
 from tests.models import save_mlp
 from tests.serve.engine.sequences.scene import sum_model
 from tests.serve.ensemble_folders import CHAIN, save_add, save_ensemble
-from tests.serve.model_control.controlled import ask, controlled_server, lines
+from tests.serve.model_control.controlled import HeldRuntime, ask, controlled_server, lines
 from tests.serve.model_control.test_load_on_demand import RESTS, figure, pin, refusal
 from tests.serve.running_server import WAIT_S, RunningServer
 from tests.serve.test_sequences import step
@@ -115,6 +115,24 @@ def test_a_model_with_requests_stays_and_the_load_waits_for_it(repository: Path)
             runtime.release.set()
         assert (computing.result(WAIT_S), waiting.result(WAIT_S)) == (expected, expected)
         assert served(server) == ["b"]
+
+
+def test_loads_that_wait_for_their_turn_unload_nothing_yet(repository: Path) -> None:
+    coming = ("w", "x", "y", "z")
+    for name in coming:
+        save_mlp(repository / name / "1" / "model.onnx")
+    runtime = HeldRuntime(*coming)
+    with bounded(repository, 3.5, runtime=runtime) as (server, client), ThreadPoolExecutor(len(coming)) as pool:
+        expected = [ask(client, name) for name in NAMES]
+        try:
+            waiting = [pool.submit(ask, client, name) for name in coming]
+            server.until(lambda: server.core.figures.readings["halfserve_demand_waiting_requests"].read() == len(coming))
+            server.until(lambda: len(server.core.models()) == 1)
+            assert ask(client, "c") == expected[2]
+        finally:
+            runtime.release.set()
+        assert [one.result(WAIT_S) for one in waiting] == [expected[0]] * len(coming)
+        assert figure(server, "demand_loads_total") == len(NAMES) + len(coming)
 
 
 def test_a_sequence_keeps_its_model_until_it_ends(repository: Path) -> None:
