@@ -215,6 +215,11 @@ class InferenceCore:
             finally:
                 cancel()
 
+    @property
+    def loads_on_demand(self) -> bool:
+        """Whether requests load models."""
+        return self.on_demand is not None
+
     def comes_on_demand(self, name: str) -> bool:
         """Return whether a model is not served, and a request for it would load it now, or wait for its load."""
         return self.on_demand is not None and name not in self._models and self.on_demand.brings(name)
@@ -533,6 +538,10 @@ class RestrictedCore(InferenceCore):
 
         with names_hidden(self._may_see):
             return self._core.demand(name, time_left_s, came)
+
+    @property
+    def loads_on_demand(self) -> bool:
+        return self._core.loads_on_demand
 
     def comes_on_demand(self, name: str) -> bool:
         return self._may_see(name) and self._core.comes_on_demand(name)

@@ -128,7 +128,7 @@ class Inference:
         try:
             cached, request_id, inputs, parameters = self._decoded(data)
         except InferenceError as error:
-            if self._core.on_demand is not None and isinstance(error, (NotFoundError, UnavailableError)):
+            if self._core.loads_on_demand and isinstance(error, (NotFoundError, UnavailableError)):
                 awaiting = _AwaitedModel(self, sent, time_left_s, reply, many)
                 if awaiting.begin(self._core):
                     return awaiting.cancel

@@ -147,8 +147,8 @@ async def model_config(request: pb.ModelConfigRequest, call: RpcCall) -> pb.Mode
 async def statistics(request: pb.ModelStatisticsRequest, call: RpcCall) -> pb.ModelStatisticsResponse:
     """Answer the counters of one model version, of all versions of a model, or of all models."""
     core = call.server.core
-    if not request.name:
-        models = core.models()
+    if not request.name or core.comes_on_demand(request.name):
+        models = core.served(request.name) if request.name else core.models()
     elif request.version:
         models = [core.model(request.name, request.version)]
     else:

@@ -189,7 +189,8 @@ class TextEndpoint:
                 param="model",
             )
         if not names:
-            raise NotFoundError(f"no model for {_either(tasks)} is served here; {request.url.path} needs one")
+            text = f"no model for {_either(tasks)} is served here; {request.url.path} needs one"
+            raise NotFoundError(f"{text}: {advice}, to load it on demand" if self.core.loads_on_demand else text)
         return self.core.model(names[0])
 
     async def _for(self, name: str, tasks: AbstractSet[str]) -> Model:

@@ -9,16 +9,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
+from halfserve.serve.backends.runtimes import Runtimes
+from halfserve.serve.engine.backend import Trust
+from halfserve.serve.engine.model_calls import ModelCalls
 from halfserve.serve.model_control import load_on_demand
 from halfserve.serve.model_control.control_options import ControlMode
 from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 from tests.models import save_mlp
+from tests.serve.backends.python.python_models import save_python_model
+from tests.serve.backends.python.test_calls_of_models import CALLS
+from tests.serve.backends.python.test_python_models import infer
 from tests.serve.ensemble_folders import CHAIN, save_add, save_ensemble
+from tests.serve.http.running_http import running_http
+from tests.serve.http.tasks.small_text_models import save_text_model
 from tests.serve.model_control.controlled import HeldRuntime, ask, controlled_server, lines
 from tests.serve.running_server import TRANSPORTS, WAIT_S, MakeTransport, RunningServer
 
@@ -187,3 +196,55 @@ def test_pinned_models_are_loaded_at_the_start(repository: Path) -> None:
     pin(repository / "other")
     with demand_server(repository) as server:
         assert lines(server) == [("mlp", "", *RESTS), ("other", "1", "READY", "")]
+
+
+@pytest.mark.parametrize("asks", ["infer", "bytes", "config", "generate"])
+def test_requests_by_rest_load_the_model(repository: Path, asks: str) -> None:
+    with demand_server(repository) as server, running_http(server) as rest:
+        path = f"http://127.0.0.1:{rest.port}/v2/models/mlp"
+        with httpx.Client(timeout=WAIT_S) as client:
+            assert client.get(f"{path}/ready").status_code == 200
+            if asks == "infer":
+                tensor = {"name": "x", "shape": [1, 64], "datatype": "FP16", "data": [1.0] * 64}
+                answer = client.post(f"{path}/infer", json={"inputs": [tensor]})
+            elif asks == "bytes":
+                body = np.ones((1, 64), np.float16).tobytes()
+                answer = client.post(f"{path}/infer", content=body, headers={"inference-header-content-length": "0"})
+            elif asks == "generate":
+                answer = client.post(f"{path}/generate", json={"x": [1.0] * 64})
+            else:
+                answer = client.get(f"{path}/config")
+            assert answer.status_code == 200, answer.text
+            assert client.post(f"{path.replace('mlp', 'nope')}/infer", json={"inputs": []}).status_code == 404
+        assert lines(server) == [("mlp", "1", "READY", ""), ("other", "", *RESTS)]
+
+
+def test_a_text_request_that_names_its_model_loads_it(tmp_path: Path) -> None:
+    save_text_model(tmp_path, "embedder")
+    with demand_server(tmp_path) as server, running_http(server) as rest, httpx.Client(timeout=WAIT_S) as client:
+        address = f"http://127.0.0.1:{rest.port}"
+        refused = client.post(f"{address}/embed", json={"inputs": "a train"})
+        assert (refused.status_code, "?model=NAME" in refused.text) == (404, True)
+        answer = client.post(f"{address}/v1/embeddings", json={"model": "embedder", "input": "a train"})
+        assert answer.status_code == 200, answer.text
+
+
+def test_calls_of_models_load_the_called_model(tmp_path: Path) -> None:
+    save_python_model(tmp_path, "calls", CALLS.replace("NAME", "plus"))
+    save_add(tmp_path / "plus", 2, batched=False)
+    save_python_model(tmp_path, "lost", CALLS.replace("NAME", "broken"))
+    (tmp_path / "broken" / "1").mkdir(parents=True)
+    (tmp_path / "broken" / "1" / "model.onnx").write_bytes(b"this is no model")
+    runtimes = Runtimes(trust=Trust(python_models=True))
+    with demand_server(tmp_path, runtime=runtimes) as server, triton.InferenceServerClient(server.address) as client:
+        server.call(lambda: runtimes.connect(ModelCalls(server.core)))
+        assert infer(client, "calls", np.zeros(4, np.float32)).tolist() == [3] * 4
+        with pytest.raises(InferenceServerException, match="model 'broken' could not be loaded: .*is not"):
+            infer(client, "lost", np.zeros(4, np.float32))
+
+
+def test_a_server_that_needs_all_models_is_ready_without_those_on_demand(repository: Path) -> None:
+    with demand_server(repository) as server, triton.InferenceServerClient(server.address) as client:
+        server.core.needs_all_models = True
+        assert client.is_server_ready()
+        assert ask(client)
