@@ -36,8 +36,8 @@ class ControlOptions:
 
     Attributes:
         mode: see `ControlMode`.
-        load_at_start: models to load at the start in the mode EXPLICIT; `ALL` stands for all.
-        poll_interval_s: seconds between two scans of the repository in the mode POLL.
+        load_at_start: models to load at the start in the mode EXPLICIT, and with `on_demand`; `ALL` stands for all.
+        poll_interval_s: seconds between two scans of the repository in the mode POLL; with `on_demand`, for new models.
         settle_s: seconds for which changed files must stay the same before they are loaded.
         keep_going: whether to start although some models cannot be served.
         uploads: whether load requests may bring model files.

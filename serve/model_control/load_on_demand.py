@@ -163,6 +163,8 @@ class LoadOnDemand:
 
     def _resume_served(self) -> None:
         """Let the requests of models that have come go on, in their order and before later ones."""
+        for name in [name for name in self._failed if self._core.served(name)]:
+            del self._failed[name]  # a load request brought it
         for name in [name for name, waiting in self._loading.items() if waiting and self._core.served(name)]:
             self._end_all(name, None)
 

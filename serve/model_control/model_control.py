@@ -112,9 +112,11 @@ class ModelControl:
         self._enter_service()
         if watch is not None:
             self._task(watch.run(self._follow))
+        await self.refresh()
+        if options.on_demand:
+            self._task(self._look_for_models())
         if self._switch.room is not None and options.idle_unload_s:
             self._task(self._switch.room.unload_idle(options.idle_unload_s))
-        await self.refresh()
 
     def close(self) -> None:
         """Stop watching and loading; a running load is abandoned."""
@@ -221,6 +223,12 @@ class ModelControl:
             if not self._unreadable:
                 logger.warning("%s", error)
             self._unreadable = True
+
+    async def _look_for_models(self) -> None:
+        """Let requests load models that come into the repository later."""
+        while True:
+            await asyncio.sleep(self._options.poll_interval_s)
+            await self.refresh()
 
     async def _load_for_client(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         """Load a model of the repository, even if the client disconnects; its own files only for a client that waits.

@@ -140,7 +140,8 @@ class ModelRoom:
                 elif self._is_idle(name, models):
                     self._idle += 1
                     await self._unload(name, f"after {after_s:g} s without a request")
-                    next_s = 0.0  # the steps of an ensemble may follow
+                    next_s = 0.0  # look again at once: the models have changed, and the steps of an ensemble may follow
+                    break
             await asyncio.sleep(max(SHORTEST_S, next_s))
 
     def _removable(self, *, counted: bool) -> dict[str, list[Model]]:

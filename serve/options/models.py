@@ -38,7 +38,7 @@ class Models:
             help="Model to load at the start with --model-control explicit or --load-on-demand; may be repeated, '*' is all."
         ),
     ] = None
-    poll_seconds: Annotated[float, _models(min=0.1, help="Seconds between two looks with --model-control poll.")] = (
+    poll_seconds: Annotated[float, _models(min=0.1, help="Seconds between two looks at PATH, with poll or on demand.")] = (
         ControlOptions.poll_interval_s
     )
     warm_up_seconds: Annotated[float, _models(min=0, help="Time for trying out a model's batch sizes before it serves.")] = (

@@ -174,6 +174,16 @@ def test_a_drain_fails_the_requests_that_wait(repository: Path) -> None:
         assert (code, "the server is shutting down" in text) == ("UNAVAILABLE", True)
 
 
+def test_models_that_come_later_are_found(repository: Path) -> None:
+    with (
+        demand_server(repository, poll_interval_s=0.05) as server,
+        triton.InferenceServerClient(server.address) as client,
+    ):
+        save_mlp(repository / "late" / "1" / "model.onnx")
+        server.until(lambda: server.core.comes_on_demand("late"))
+        assert ask(client, "late")
+
+
 def test_a_crowd_of_waiting_requests_is_bounded(
     server: RunningServer, client: triton.InferenceServerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
