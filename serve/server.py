@@ -285,6 +285,8 @@ def _control(core: InferenceCore, options: ServerOptions, runtime: Runtime) -> M
     )
     if options.processes > 1 and not chosen.load_threads:  # they load the same models at the same time
         chosen = replace(chosen, load_threads=max(1, usable_cores() // options.processes))
+    if chosen.max_loaded_bytes:
+        chosen = replace(chosen, max_loaded_bytes=max(1, chosen.max_loaded_bytes // options.processes))
     if isinstance(options.path, Path):
         paths = (options.path, *options.more_paths)
         repository = ModelRepository(*paths, config_name=chosen.config_name, needs_config=chosen.needs_config)

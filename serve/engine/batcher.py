@@ -66,6 +66,11 @@ class Batcher:
         """Number of requests that no copy computes yet."""
         return len(self._queue) + (self._dispatcher.lone.request is not None)
 
+    @property
+    def is_idle(self) -> bool:
+        """See `Scheduler`."""
+        return self._refusals.is_idle and self._dispatcher.lone.request is None
+
     def on_reschedule(self, listener: Callable[[InferRequest], None]) -> None:
         """Call `listener` with each request that its model wants once more. To be called before the first request."""
         self._delivery.on_reschedule = listener

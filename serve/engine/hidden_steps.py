@@ -42,7 +42,7 @@ def names_hidden(may_see: MaySee) -> Iterator[None]:
     try:
         yield
     except InferenceError as error:
-        raise _without_names_in(error, may_see) from None
+        raise without_names_in(error, may_see) from None
 
 
 def hide_names(request: InferRequest, may_see: MaySee) -> None:
@@ -50,12 +50,13 @@ def hide_names(request: InferRequest, may_see: MaySee) -> None:
     done = request.done
 
     def answer(result: Tensors | InferenceError) -> None:
-        done(_without_names_in(result, may_see) if isinstance(result, InferenceError) else result)
+        done(without_names_in(result, may_see) if isinstance(result, InferenceError) else result)
 
     request.done = answer
 
 
-def _without_names_in(error: InferenceError, may_see: MaySee) -> InferenceError:
+def without_names_in(error: InferenceError, may_see: MaySee) -> InferenceError:
+    """Return an error without these names."""
     found = reworded(error, without_names(str(error), may_see))
     model = error.facts.get("model")
     if model is not None and not may_see(str(model)):

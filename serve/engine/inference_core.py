@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, Protocol
 
 from halfserve.protos.triton_errors import TritonPhrase
@@ -13,8 +14,8 @@ from halfserve.serve.engine.backend import CPU_PROVIDERS
 from halfserve.serve.engine.caching.caching_scheduler import cache_answers
 from halfserve.serve.engine.caching.response_cache import ResponseCache
 from halfserve.serve.engine.dispatch.short_batches import LoopOccupancy
-from halfserve.serve.engine.errors import InvalidArgumentError, NotFoundError, UnavailableError
-from halfserve.serve.engine.hidden_steps import hide_names, hides_steps, names_hidden, without_names
+from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, NotFoundError, UnavailableError
+from halfserve.serve.engine.hidden_steps import hide_names, hides_steps, names_hidden, without_names, without_names_in
 from halfserve.serve.engine.model import Model, VersionState, VersionStates, VersionStatus, in_order
 from halfserve.serve.engine.model_statistics import ServerFigures
 from halfserve.serve.engine.pictures.decoding_threads import DecodingThreads
@@ -29,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 UNLOADED: Final = "unloaded"
 NOT_LOADED: Final = "not loaded; RepositoryModelLoad loads it"
+ON_DEMAND: Final = "available on demand: the next request loads it"
+STOPPING: Final = "the server is shutting down; send the request to another replica"
+Cancel = Callable[[], None]
+Arrived = Callable[[InferenceError | None], None]  # gets None once the model serves, or the reason why it does not
 
 
 class ModelLoader(Protocol):
@@ -47,6 +52,19 @@ class ModelLoader(Protocol):
         """Update `loadable` from the repository."""
 
 
+class DemandLoader(Protocol):
+    """Loads models when requests ask for them; implemented in serve/model_control/."""
+
+    def brings(self, name: str) -> bool:
+        """Return whether a request for a model that is not served would load it now, or wait for its load."""
+
+    def join(self, name: str, time_left_s: float | None, arrived: Arrived) -> Cancel | None:
+        """Begin the load of a model that is not served, or wait for it; see `InferenceCore.demand`."""
+
+    def close(self) -> None:
+        """Begin no more loads, and fail the requests that wait for one."""
+
+
 class InferenceCore:
     """Holds the loaded models. Used on one event loop only.
 
@@ -54,6 +72,7 @@ class InferenceCore:
         states: states of versions that are loading, unloading, unavailable or refused.
         loadable: names of models that could be loaded by request.
         control: loads and unloads models at run time; None if only the models of the start are served.
+        on_demand: loads models when requests ask for them; None if requests load nothing.
         slots: compute slots for the batches of all models on the CPU, set before there are models; None sets no bound.
         step_memory: memory for tensors between the steps of ensembles.
         pictures: threads that decode the pictures of all models.
@@ -77,6 +96,7 @@ class InferenceCore:
         self.states = VersionStates()
         self.loadable: frozenset[str] = frozenset()
         self.control: ModelLoader | None = None
+        self.on_demand: DemandLoader | None = None
         self.slots: ComputeSlots | None = None
         self.step_memory = StepMemory()
         self.response_cache: ResponseCache | None = None
@@ -97,7 +117,7 @@ class InferenceCore:
         if not self.is_ready or not self.needs_all_models:
             return self.is_ready
         silent = {VersionState.READY, VersionState.UNLOADING}
-        return all(one.state in silent or not one.version or one.reason == UNLOADED for one in self.index())
+        return all(one.state in silent or not one.version or one.reason in {UNLOADED, ON_DEMAND} for one in self.index())
 
     @property
     def changed(self) -> asyncio.Event:
@@ -154,12 +174,63 @@ class InferenceCore:
             raise self._unknown_version(text, name, number)
         return found
 
+    def demand(self, name: str, time_left_s: float | None, arrived: Arrived) -> Cancel | None:
+        """Wait for a model that requests load; begin its load if it is not under way.
+
+        Args:
+            name: name of the model.
+            time_left_s: seconds until the client's deadline; None without one, for the limit of such waits.
+            arrived: called once on the event loop, with None as soon as the model serves, before the next request is taken; or
+                with the error that says why it does not serve in time.
+
+        Returns:
+            A function that ends the wait; None if no request loads this model, or if it is served.
+
+        Raises:
+            UnavailableError: the load failed a short time ago, or the server is draining.
+            QueueFullError: too many requests wait for this model.
+        """
+        if self.on_demand is None:
+            return None
+        if self._draining:
+            raise UnavailableError(STOPPING).like(TritonPhrase.STOPPING)
+        return self.on_demand.join(name, time_left_s, arrived)
+
+    async def arrival(self, name: str, version: str = "") -> Model:
+        """Return one model version like `model`, after its load if a request for it loads it.
+
+        Raises:
+            InferenceError: see `model` and `demand`.
+        """
+        while True:
+            try:
+                return self.model(name, version)
+            except (NotFoundError, UnavailableError):
+                came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                cancel = self.demand(name, None, partial(_settle, came))
+                if cancel is None:
+                    raise
+            try:
+                await came
+            finally:
+                cancel()
+
+    @property
+    def loads_on_demand(self) -> bool:
+        """Whether requests load models."""
+        return self.on_demand is not None
+
+    def comes_on_demand(self, name: str) -> bool:
+        """Return whether a model is not served, and a request for it would load it now, or wait for its load."""
+        return self.on_demand is not None and name not in self._models and self.on_demand.brings(name)
+
     def knows(self, name: str) -> bool:
         """Return whether the model is served, was served, was refused, or could be loaded."""
         return name in self._models or bool(self.states.of(name)) or name in self.loadable
 
     def is_model_ready(self, name: str, version: str = "") -> bool:
-        """Return whether a model, or one version of it, is ready for requests.
+        """Return whether a model, or one version of it, is ready for requests. A model that a request would load is: clients
+        that wait for it before they send a request would otherwise wait forever.
 
         Raises:
             NotFoundError: the model or version is unknown.
@@ -167,7 +238,7 @@ class InferenceCore:
         """
         served, known = self._models.get(name, {}), self.states.of(name)
         if not served and self.knows(name):
-            return False
+            return self.is_ready and self.comes_on_demand(name)
         if version and version in known and version not in map(str, served):
             return False
         asked = [self.model(name, version)] if version else served.values() or self.versions(name)
@@ -177,6 +248,8 @@ class InferenceCore:
         """Return whether a model, or one version of it, is ready for requests and says so itself; see `is_model_ready`."""
         if not self.is_model_ready(name, version):
             return False
+        if not self.served(name):
+            return True  # a request would load it
         asked = [self.model(name, version)] if version else self.served(name)
         return any(await asyncio.gather(*(model.says_ready() for model in asked)))
 
@@ -184,8 +257,9 @@ class InferenceCore:
         """List every version that is served, being loaded or unloaded, or was refused, with the reason; and the loadable
         models.
         """
+        resting = NOT_LOADED if self.on_demand is None else ON_DEMAND
         statuses = [
-            VersionStatus(name=name, version="", state=VersionState.UNAVAILABLE, reason=NOT_LOADED)
+            VersionStatus(name=name, version="", state=VersionState.UNAVAILABLE, reason=resting)
             for name in self.loadable.difference(self._models, self.states.names())
         ]
         for name in self._models.keys() | self.states.names():
@@ -213,7 +287,7 @@ class InferenceCore:
             QueueFullError: the model's queue has reached its bound.
         """
         if self._draining and not (self._finishes_sequences and self._is_for_sequence(model, request)):
-            refusal = UnavailableError("the server is shutting down; send the request to another replica")
+            refusal = UnavailableError(STOPPING)
             refusal.like(TritonPhrase.STOPPING)
             self.figures.refuse(refusal)
             raise refusal
@@ -297,6 +371,10 @@ class InferenceCore:
         """Return the task that ends when a version that left service has answered its accepted requests; None if it has."""
         return self._leaving.get(model)
 
+    def leaving_models(self) -> list[Model]:
+        """Return the versions that left service, and still answer accepted requests."""
+        return [*self._leaving]
+
     def notify(self) -> None:
         """Call the listeners for changes."""
         changed, self._changed = self._changed, asyncio.Event()
@@ -331,6 +409,8 @@ class InferenceCore:
         """Refuse new requests and finish the accepted ones."""
         self._draining = True
         self.retire()
+        if self.on_demand is not None:
+            self.on_demand.close()
         await asyncio.gather(*(_end(model) for model in self.models()), *self._leaving.values())
         await asyncio.gather(*self._finishing)
         self.pictures.stop()
@@ -361,7 +441,8 @@ class InferenceCore:
             self._leaving.pop(model, None)
             status = self.states.of(model.name).get(version)
             if status is not None and status.state is VersionState.UNLOADING:
-                self.states.set(model.name, version, VersionState.UNAVAILABLE, UNLOADED)
+                reason = ON_DEMAND if self.on_demand is not None and model.name in self.loadable else UNLOADED
+                self.states.set(model.name, version, VersionState.UNAVAILABLE, reason)
                 self.notify()
 
         task.add_done_callback(left)
@@ -388,6 +469,15 @@ class InferenceCore:
         known = self.states.of(name).get(version)
         phrase = TritonPhrase.UNKNOWN_VERSION if known is None else TritonPhrase.VERSION_NOT_READY
         return NotFoundError(text).like(phrase, model=name, version=version)
+
+
+def _settle(came: asyncio.Future[None], error: InferenceError | None) -> None:
+    if came.done():
+        return
+    if error is None:
+        came.set_result(None)
+    else:
+        came.set_exception(error)
 
 
 async def _end(model: Model) -> None:
@@ -438,6 +528,23 @@ class RestrictedCore(InferenceCore):
 
     def knows(self, name: str) -> bool:
         return self._may_see(name) and self._core.knows(name)
+
+    def demand(self, name: str, time_left_s: float | None, arrived: Arrived) -> Cancel | None:
+        if not self._may_see(name):
+            return None
+
+        def came(error: InferenceError | None) -> None:
+            arrived(error if error is None else without_names_in(error, self._may_see))
+
+        with names_hidden(self._may_see):
+            return self._core.demand(name, time_left_s, came)
+
+    @property
+    def loads_on_demand(self) -> bool:
+        return self._core.loads_on_demand
+
+    def comes_on_demand(self, name: str) -> bool:
+        return self._may_see(name) and self._core.comes_on_demand(name)
 
     def is_model_ready(self, name: str, version: str = "") -> bool:
         if self._may_see(name):

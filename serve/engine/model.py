@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -36,6 +37,11 @@ from halfserve.serve.engine.tensors import TensorSpec
 
 class Scheduler(Protocol):
     """Takes requests and gives each its answer. Used on the event loop only."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has answered every request that it took, and runs no sequence."""
+        ...
 
     def submit(self, request: InferRequest) -> None:
         """Queue a request; its `done` is called later on this event loop, exactly once unless it is cancelled.
@@ -190,6 +196,8 @@ class Model:
             request.
         composition: steps and models of an ensemble, which has no backends; set like `scheduler`.
         holders: models whose requests in progress may need this one; it is not drained before they release it.
+        size_bytes: memory that its copies take at least; 0 where that is unknown.
+        loaded_ns: time at which it was loaded, on time.monotonic_ns()'s clock.
     """
 
     name: str
@@ -217,6 +225,8 @@ class Model:
         self.queue_policy = queue_policy(self.config)
         self.composition: Composition | None = None
         self.holders: list[Holder] = []
+        self.size_bytes = 0
+        self.loaded_ns = time.monotonic_ns()
         self._decoupled: bool = self.config.model_transaction_policy.decoupled
 
     def start(self) -> Model:
@@ -265,6 +275,17 @@ class Model:
     def waiting(self) -> int:
         """Number of requests that no copy computes yet."""
         return sum(batcher.waiting for batcher in self.batchers)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no requests and no sequences, and is not a step of a served ensemble."""
+        return not self.holders and self.scheduler.is_idle
+
+    @property
+    def last_used_ns(self) -> int:
+        """Time of its latest batch, or of its load before the first one, on time.monotonic_ns()'s clock."""
+        latest = self.statistics.latest
+        return self.loaded_ns if latest is None else max(self.loaded_ns, latest.split)
 
     @property
     def label(self) -> str:

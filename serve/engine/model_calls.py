@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from halfserve.protos.request_parameters import PRIORITY
 from halfserve.protos.triton_errors import TritonPhrase
@@ -24,6 +24,8 @@ from halfserve.serve.engine.model import Model, missing_inputs, unfit_shape
 from halfserve.serve.engine.requests import NO_PARAMETERS, CallingExecution, InferRequest, Parameter
 from halfserve.serve.engine.tensors import Array, Tensors
 from halfserve.serve.engine.whole_requests import left_error
+
+WITHDRAWN: Final = "the call was cancelled by the model that made it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,7 @@ class RunningCall:
         self._listener = listener
         self._model: Model | None = None
         self._request: InferRequest | None = None  # set once it is queued
+        self._end_wait: Callable[[], None] | None = None  # while it waits for the load of its model
         self._timer: asyncio.TimerHandle | None = None
         self._is_over = False
 
@@ -85,11 +88,13 @@ class RunningCall:
     def withdraw(self) -> None:
         """Ask the called model to end its work. Its responses still come; one that cannot be asked is cancelled."""
         if self._request is None:
+            if self._end_wait is not None:
+                self.end(RequestCancelledError(WITHDRAWN))
             return
         if self._request.progress is not None:
             self._request.progress.withdraw()
         else:
-            self.end(RequestCancelledError("the call was cancelled by the model that made it"))
+            self.end(RequestCancelledError(WITHDRAWN))
 
     def queued(self, model: Model, request: InferRequest) -> None:
         """Note the queued request whose answer the call waits for."""
@@ -101,6 +106,21 @@ class RunningCall:
             self._caller.calls.add(self)
         if request.deadline is not None:
             self._timer = self._loop.call_later(max(0.0, request.deadline - time.monotonic()), self._too_late)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its answer is not wanted any more."""
+        return self._is_over
+
+    def loaded(self) -> None:
+        """Note that the model that it waited for serves."""
+        self._end_wait = None
+
+    def waits(self, end_wait: Callable[[], None]) -> None:
+        """Note that it waits for the load of its model, which `end_wait` ends."""
+        self._end_wait = end_wait
+        if self._caller is not None:
+            self._caller.calls.add(self)
 
     def done(self, result: Tensors | InferenceError) -> None:
         """Take the answer, the error, or the end of many responses."""
@@ -126,6 +146,9 @@ class RunningCall:
     def _close(self) -> None:
         self._is_over = True
         self._model = self._request = None  # the request refers to this call
+        end_wait, self._end_wait = self._end_wait, None
+        if end_wait is not None:
+            end_wait()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -156,6 +179,8 @@ class ModelCalls:
         try:
             if call.caller is not None and call.caller.is_left:
                 raise left_error(call.caller)
+            if self._waits(call, listener, running):
+                return
             with worded(TritonPhrase.CALLED_MODEL_NOT_READY, model=call.model):
                 model = found = self.core.model(call.model, call.version)
             request = _request(call, found)
@@ -167,6 +192,24 @@ class ModelCalls:
             listener.done(model, error)
         else:
             running.queued(found, request)
+
+    def _waits(self, call: ModelCall, listener: CallListener, running: RunningCall) -> bool:
+        """Return whether a call waits until its model is loaded, and begins then."""
+        if not self.core.comes_on_demand(call.model):
+            return False
+
+        def arrived(error: InferenceError | None) -> None:
+            if error is not None:
+                running.end(error)
+            elif not running.is_over:
+                running.loaded()
+                self._begin(call, listener, running)
+
+        deadline = None if call.caller is None else _deadline(call.caller)
+        cancel = self.core.demand(call.model, None if deadline is None else deadline - time.monotonic(), arrived)
+        if cancel is not None:
+            running.waits(cancel)
+        return cancel is not None
 
 
 @runtime_checkable

@@ -248,6 +248,8 @@ class Statistics:
         latest: the batch whose answers are being delivered.
         latest_rows: rows of that batch.
         latest_failure: id() of the error that is being delivered, and the request's age in nanoseconds.
+        request_bytes: size of all clients' requests, as gRPC messages.
+        response_bytes: size of all responses to clients, as gRPC messages.
     """
 
     __slots__ = (
@@ -258,6 +260,8 @@ class Statistics:
         "latest",
         "latest_failure",
         "latest_rows",
+        "request_bytes",
+        "response_bytes",
     )
 
     def __init__(self) -> None:
@@ -268,6 +272,7 @@ class Statistics:
         self.latest: BatchTimes | None = None
         self.latest_rows = 0
         self.latest_failure = (0, 0)
+        self.request_bytes = self.response_bytes = 0
 
     @property
     def totals(self) -> Totals:

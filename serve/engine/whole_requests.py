@@ -45,6 +45,11 @@ class WholeRequests:
         for caller in callers:
             caller.enter(self, request)
 
+    @property
+    def is_idle(self) -> bool:
+        """See `Scheduler`."""
+        return self._batcher.is_idle
+
     def holds(self, request: InferRequest) -> bool:
         return request.line is not None or any(request in instance.next_requests for instance in self._batcher.instances)
 
@@ -147,6 +152,11 @@ class DecoupledRequests:
             self._finished.clear()
             await self._finished.wait()
         await self.behind.drain()
+
+    @property
+    def is_idle(self) -> bool:
+        """See `Scheduler`."""
+        return not self._unfinished and self.behind.is_idle
 
     def ended(self, request: InferRequest) -> bool:
         """Record that a request gets nothing more; returns whether it was unfinished."""

@@ -83,11 +83,12 @@ class InferRoute:
 
     async def _asked(self, request: Request) -> RestRequest:
         name, version = named(request)
-        self._core.model(name, version)  # fails before the body is read
+        if not self._core.comes_on_demand(name):
+            self._core.model(name, version)  # fails before the body is read
         body = await self._bodies.read(request)
         json_bytes = header_length(request, len(body))
         if json_bytes == 0:
-            return _only_input(self._core.model(name, version), version, body)
+            return _only_input(await self._core.arrival(name, version), version, body)
         return await self._apart(len(body), lambda: read_request(body, json_bytes, name, version))
 
     async def _infer(self, request: Request, asked: RestRequest) -> bytes:

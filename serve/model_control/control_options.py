@@ -36,8 +36,8 @@ class ControlOptions:
 
     Attributes:
         mode: see `ControlMode`.
-        load_at_start: models to load at the start in the mode EXPLICIT; `ALL` stands for all.
-        poll_interval_s: seconds between two scans of the repository in the mode POLL.
+        load_at_start: models to load at the start in the mode EXPLICIT, and with `on_demand`; `ALL` stands for all.
+        poll_interval_s: seconds between two scans of the repository in the mode POLL; with `on_demand`, for new models.
         settle_s: seconds for which changed files must stay the same before they are loaded.
         keep_going: whether to start although some models cannot be served.
         uploads: whether load requests may bring model files.
@@ -50,6 +50,10 @@ class ControlOptions:
         lame_duck_s: seconds after SIGTERM in which the server is not ready but still takes requests, so that load balancers
             stop sending requests before it refuses any.
         needs_config: whether a model whose configuration lacks platform, inputs or outputs is refused.
+        on_demand: whether a request loads its model; not in the mode POLL. The server then starts with `load_at_start` and
+            pinned models alone.
+        idle_unload_s: seconds after which a model without requests is unloaded, with `on_demand`; 0 for never.
+        max_loaded_bytes: most bytes of all loaded models, with `on_demand`; 0 for no bound.
         config_name: name of the configurations to prefer: configs/<config_name>.pbtxt in a model's folder.
     """
 
@@ -66,6 +70,14 @@ class ControlOptions:
     lame_duck_s: float = 0.0
     needs_config: bool = False
     config_name: str = ""
+    on_demand: bool = False
+    idle_unload_s: float = 0.0
+    max_loaded_bytes: int = 0
+
+    @property
+    def loads_some(self) -> bool:
+        """Whether the server starts with some of the repository's models, and loads others by request or on demand."""
+        return self.on_demand or self.mode is ControlMode.EXPLICIT
 
 
 def start_error(refused: Mapping[str, Sequence[ModelLoadError]], *, has_others: bool) -> ModelLoadError:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from halfserve.serve.backends.onnx_runtime.onnx_file import data_bytes, open_onnx
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.engine.resource_limits import available_bytes
+from halfserve.serve.engine.resource_limits import available_bytes, memory_limit_bytes
 
 MB = 1e6
 PYTHON_SUFFIX = ".py"
+MakeRoom = Callable[[], Awaitable[bool]]
 
 
 class LoadMemory:
@@ -24,14 +25,21 @@ class LoadMemory:
         self._ended = asyncio.Event()
 
     @asynccontextmanager
-    async def claimed(self, model: Path, needed: int) -> AsyncIterator[None]:
+    async def claimed(self, model: Path, needed: int, make_room: MakeRoom | None = None) -> AsyncIterator[None]:
         """Claim the `needed` bytes of a model while it loads; wait for other loads if all together need too much.
+
+        `make_room`: unloads another model, and returns whether it did; None if models are not unloaded for others.
 
         Raises:
             ModelLoadError: memory does not suffice for this model alone.
         """
         async with self._turn:  # so that small models do not pass a large one forever
-            while not self._fits(model, needed):
+            while (available := self._lacking(needed)) is not None:
+                limit = memory_limit_bytes()
+                if make_room is not None and (limit is None or needed <= limit) and await make_room():
+                    continue
+                if not self._claimed:
+                    raise _no_memory(model, needed, available)
                 self._ended.clear()
                 await self._ended.wait()
             self._claimed += needed
@@ -41,16 +49,17 @@ class LoadMemory:
             self._claimed -= needed
             self._ended.set()
 
-    def _fits(self, model: Path, needed: int) -> bool:
+    def _lacking(self, needed: int) -> int | None:
+        """Return the bytes that are available if they do not suffice; None if they do, or are unknown."""
         available = available_bytes() if needed else None
-        if available is None or needed + self._claimed <= available:
-            return True
-        if self._claimed:
-            return False
-        raise ModelLoadError(
-            f"{model}: not enough memory: it takes at least {needed / MB:.0f} MB, {available / MB:.0f} MB are available; "
-            "unload another model, or ask for fewer copies (instance_group)"
-        )
+        return None if available is None or needed + self._claimed <= available else available
+
+
+def _no_memory(model: Path, needed: int, available: int) -> ModelLoadError:
+    return ModelLoadError(
+        f"{model}: not enough memory: it takes at least {needed / MB:.0f} MB, {available / MB:.0f} MB are available; "
+        "unload another model, or ask for fewer copies (instance_group)"
+    )
 
 
 def needed_bytes(model: Path, copies: int) -> int:

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.config.model_config import DeclaredConfig, config_from_json
+from halfserve.serve.engine.config.parameters import PINNED, own_parameter
 from halfserve.serve.engine.ensembles.graph import step_models
 from halfserve.serve.engine.errors import (
     FailedPreconditionError,
@@ -28,8 +29,10 @@ from halfserve.serve.engine.resource_limits import usable_cores
 from halfserve.serve.model_control.config_overrides import ConfigOverrides
 from halfserve.serve.model_control.control_options import ALL, ControlMode, ControlOptions, start_error
 from halfserve.serve.model_control.copies import ModelCopies
+from halfserve.serve.model_control.load_on_demand import LoadOnDemand
 from halfserve.serve.model_control.loader_thread import LoaderThread
 from halfserve.serve.model_control.loader_threads import LoaderThreads
+from halfserve.serve.model_control.model_room import ModelRoom
 from halfserve.serve.model_control.switch import Switch
 from halfserve.serve.model_control.uploads import UploadedModels, check_name
 from halfserve.serve.model_control.version_loading import VersionLoader
@@ -59,7 +62,8 @@ class ModelControl:
         self._threads = LoaderThreads(options.load_threads or usable_cores())
         # Listing models must not wait for a load, and therefore has a thread of its own; watching their files may take long.
         is_watching = options.mode is ControlMode.POLL
-        self._lookout = None if options.mode is ControlMode.NONE else LoaderThread("lookout", works_long=is_watching)
+        has_lookout = options.loads_some or is_watching
+        self._lookout = LoaderThread("lookout", works_long=is_watching) if has_lookout else None
         self._copies = None if copy is None else ModelCopies(copy, core)
         self._unreadable = False  # whether the repository's error has been logged
         self._switch = Switch(core, loader, self._threads, load_limit_s=options.load_limit_s)
@@ -73,6 +77,17 @@ class ModelControl:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loaded_as_steps: set[str] = set()  # models loaded for ensembles, and not by a request of their own
         self._refused_ensembles: set[str] = set()  # retried when another model has come, in the mode POLL
+        if options.on_demand:
+            room = ModelRoom(
+                core,
+                self._unload_idle,
+                keeps=self._keeps,
+                is_changing=lambda name: name in self._locks and self._lock(name).locked(),
+                is_awaited=lambda: demand.waiting > 0,
+                most_bytes=options.max_loaded_bytes,
+            )
+            demand = LoadOnDemand(core, lambda name: self._load_on_demand(name, room), self._task)
+            self._switch.room = room
         core.control = self
 
     async def start(self) -> None:
@@ -98,6 +113,10 @@ class ModelControl:
         if watch is not None:
             self._task(watch.run(self._follow))
         await self.refresh()
+        if options.on_demand:
+            self._task(self._look_for_models())
+        if self._switch.room is not None and options.idle_unload_s:
+            self._task(self._switch.room.unload_idle(options.idle_unload_s))
 
     def close(self) -> None:
         """Stop watching and loading; a running load is abandoned."""
@@ -193,7 +212,7 @@ class ModelControl:
 
     async def refresh(self) -> None:
         """Update the list of loadable models."""
-        if self._lookout is None or self._options.mode is not ControlMode.EXPLICIT:
+        if self._lookout is None or not self._options.loads_some:
             return
         try:
             if self._copies is not None:
@@ -204,6 +223,12 @@ class ModelControl:
             if not self._unreadable:
                 logger.warning("%s", error)
             self._unreadable = True
+
+    async def _look_for_models(self) -> None:
+        """Let requests load models that come into the repository later."""
+        while True:
+            await asyncio.sleep(self._options.poll_interval_s)
+            await self.refresh()
 
     async def _load_for_client(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         """Load a model of the repository, even if the client disconnects; its own files only for a client that waits.
@@ -216,6 +241,16 @@ class ModelControl:
         except asyncio.CancelledError:
             if files:
                 loading.cancel()
+            raise
+
+    async def _load_on_demand(self, name: str, room: ModelRoom) -> None:
+        """Load a model for requests; a lack of room is UNAVAILABLE, and no fault of the model."""
+        refusals = room.refusals
+        try:
+            await self._load(name, None, {})
+        except FailedPreconditionError as error:
+            if room.refusals != refusals:
+                raise UnavailableError(str(error)) from None
             raise
 
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
@@ -321,6 +356,15 @@ class ModelControl:
             if step in self._loaded_as_steps and step not in in_use:
                 await self._unload(step, dependents=True)
 
+    def _keeps(self, name: str) -> bool:
+        """Return whether a model has what only a load request brought, or is a step of an ensemble that is being loaded."""
+        return self._steps_in_use[name] > 0 or self._overrides.get(name) is not None or self._uploads.has(name)
+
+    async def _unload_idle(self, name: str, why: str) -> None:
+        async with self._lock(name):  # which is free, so that the model is still idle
+            await self._switch.take_out(name, why)
+            self._loaded_as_steps.discard(name)
+
     def _steps(self, name: str) -> list[str]:
         """Return the models of the steps of a served ensemble; none for another model."""
         return list(dict.fromkeys(step for model in self._core.served(name) for step in step_models(model.config)))
@@ -387,19 +431,29 @@ class ModelControl:
 
 def _copied_at_start(options: ControlOptions) -> dict[str, None] | None:
     """Return the models to copy from object storage; None stands for all."""
-    everything = options.mode is not ControlMode.EXPLICIT or ALL in options.load_at_start
+    everything = not options.loads_some or ALL in options.load_at_start
     return None if everything else dict.fromkeys(options.load_at_start)
+
+
+def _is_pinned(repository: ModelRepository, name: str) -> bool:
+    try:
+        return bool(own_parameter(repository.config(name).message, PINNED))
+    except ModelLoadError:  # the load of the model reports the error
+        return False
 
 
 def _wanted_at_start(repository: ModelRepository, options: ControlOptions) -> list[str]:
     names = repository.names()
-    if options.mode is ControlMode.EXPLICIT:
+    if options.loads_some:
         missing = sorted(set(options.load_at_start) - {*names, ALL})
         if missing:
             raise ModelLoadError(
                 f"{repository}: has no model {missing[0]!r} to load at the start; it has {', '.join(names) or 'none'}"
             )
-        return names if ALL in options.load_at_start else list(dict.fromkeys(options.load_at_start))
+        if ALL in options.load_at_start:
+            return names
+        pinned = [name for name in names if options.on_demand and _is_pinned(repository, name)]
+        return list(dict.fromkeys([*options.load_at_start, *pinned]))
     if not names and options.mode is ControlMode.NONE:
         find_models(repository.paths[0])  # raises a ModelLoadError that names the problem
     return names

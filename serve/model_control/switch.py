@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 from halfserve.serve.engine.backend import ENSEMBLE, PYTHON
@@ -18,8 +19,9 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionState
 from halfserve.serve.engine.repository.model_loading import models_below
 from halfserve.serve.engine.repository.model_repository import ModelFiles, ModelRepository
-from halfserve.serve.model_control.load_memory import LoadMemory, needed_bytes
+from halfserve.serve.model_control.load_memory import LoadMemory, MakeRoom, needed_bytes
 from halfserve.serve.model_control.loader_threads import LoaderThreads
+from halfserve.serve.model_control.model_room import ModelRoom
 from halfserve.serve.model_control.version_loading import VersionLoader
 from halfserve.serve.model_control.watch import VersionFingerprint, version_fingerprint
 
@@ -42,6 +44,7 @@ class Switch:
         self._memory = LoadMemory()
         self._trial = asyncio.Lock()  # trials measure times, and therefore run one at a time
         self._fingerprints: dict[tuple[str, int], VersionFingerprint] = {}
+        self.room: ModelRoom | None = None  # makes room for models; None if models are not unloaded for others
         self.log_level = logging.DEBUG  # level of messages about successes; DEBUG during the start
 
     async def bring_in(
@@ -62,7 +65,8 @@ class Switch:
         for version in self._core.states.of(name).keys() - {str(files.version) for files, _ in found}:
             self._core.states.clear(name, version, VersionState.UNAVAILABLE)
         refused: list[ModelLoadError] = []
-        for files, made in found:
+        # Requests that wait for the latest version must not be answered by an older one.
+        for files, made in found if self.room is None else found[::-1]:
             if self._fingerprints.get((name, files.version)) == made and files.version in self._served(name):
                 self._core.states.clear(name, files.version, VersionState.UNAVAILABLE)
                 continue
@@ -79,13 +83,13 @@ class Switch:
         texts = tuple(_for_clients(str(error), repository) for error in refused)
         return list(dict.fromkeys(s.reason for s in self._core.states.of(name).values() if s.reason.endswith(texts)))
 
-    async def take_out(self, name: str) -> None:
-        """Stop serving a model; returns once its accepted requests are answered."""
+    async def take_out(self, name: str, why: str = "") -> None:
+        """Stop serving a model; returns once its accepted requests are answered. `why`: the reason, for the log."""
         for version in self._served(name):
             self._fingerprints.pop((name, version), None)
         leaving = self._core.replace(name, [])
         if leaving:
-            logger.log(self.log_level, "%s: unloaded", name, extra={"model": name})
+            logger.log(self.log_level, "%s: unloaded%s", name, why and f" {why}", extra={"model": name})
             _, computing = await asyncio.wait(leaving, timeout=LEAVE_S)
             if computing:
                 said = "%s: still computes what it had taken %g s ago; its memory is freed once it ends"
@@ -99,10 +103,12 @@ class Switch:
         reason = RELOADING if files.version in self._served(name) else ""
         self._core.states.set(name, files.version, VersionState.LOADING, reason)
         self._core.notify()
+        room = nullcontext() if self.room is None else self.room.coming(name, files.version)
         try:
-            model = await self._made(files)
-            if isinstance(model.composition, EnsembleComposition):
-                model.composition.connect(self._core)
+            with room:
+                model = await self._made(files)
+                if isinstance(model.composition, EnsembleComposition):
+                    model.composition.connect(self._core)
         except ModelLoadError as error:
             self._refuse(repository, name, [files.version], error)
             return error
@@ -142,12 +148,18 @@ class Switch:
         copies = 0 if is_ensemble(message) else sum(max(1, group.count) for group in message.instance_group) or 1
         try:
             needed = await self._run(needed_bytes, files.model, copies) if copies else 0
-            async with self._memory.claimed(files.model, needed):
+            make_room: MakeRoom | None = None
+            if self.room is not None and needed:
+                await self.room.take(files.model, files.name, files.version, needed)
+                make_room = partial(self.room.free, files.name, counted=False)
+            async with self._memory.claimed(files.model, needed, make_room):
                 loaded = await self._run(self._loader.loaded, files)
             # The code of a Python model may load others while it is tried out, which then have their trials.
             is_free = loaded.interface.kind in {PYTHON, ENSEMBLE}
             async with nullcontext() if is_free else self._trial:
-                return await self._run(self._loader.ready, loaded)
+                ready = await self._run(self._loader.ready, loaded)
+            ready.size_bytes = needed
+            return ready
         except TimeoutError:
             raise ModelLoadError(
                 f"{files.model}: was not loaded and tried out within {self._load_limit_s:g} s (--load-seconds), and is given up"

@@ -70,6 +70,10 @@ class UploadedModels:
         self._folders.setdefault(name, []).append(folder)
         return ModelRepository(Path(folder.name))
 
+    def has(self, name: str) -> bool:
+        """Return whether a model is served from uploaded files."""
+        return name in self._folders
+
     def drop_unused(self, name: str) -> None:
         """Delete uploaded files that no serving version needs: a copy of a model may be loaded again from its files.
 

@@ -31,7 +31,7 @@ from halfserve.serve.engine.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.inference_core import ON_DEMAND, InferenceCore
 from halfserve.serve.engine.model_statistics import ServerFigures, zeros
 from halfserve.serve.observability.metrics import (
     CONTENT_TYPE,
@@ -93,7 +93,8 @@ async def collect(core: InferenceCore) -> AsyncIterator[Metric]:
         if latencies.has_histograms:
             yield histogram_metric(some)
         await asyncio.sleep(0)
-    statuses = core.index()
+    # A model at rest is not unavailable: an alert on that state must not go off for it.
+    statuses = [status for status in core.index() if status.reason != ON_DEMAND]
     for at in range(0, len(statuses), STATES_TOGETHER):
         yield state_metric(statuses[at : at + STATES_TOGETHER])
         await asyncio.sleep(0)

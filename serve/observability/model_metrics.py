@@ -237,6 +237,16 @@ MODEL_METRICS: tuple[ModelMetric, ...] = (
     ModelMetric("gauge", "halfserve_model_info", "Where the model really computes, and in what", _info),
     ModelMetric("counter", "halfserve_requests_failed", "Requests of a model that got an error, by reason", _failures),
     _counter("halfserve_compute_seconds", "Time that instances were busy with batches", _busy_s),
+    _counter(
+        "halfserve_request_bytes",
+        "Size of the requests of clients, as gRPC messages: without what lies in shared memory",
+        lambda f: f.model.statistics.request_bytes,
+    ),
+    _counter(
+        "halfserve_response_bytes",
+        "Size of the responses to clients, as gRPC messages: without what lies in shared memory",
+        lambda f: f.model.statistics.response_bytes,
+    ),
     _guard("halfserve_guard_rejected", "Requests refused for a non-finite answer", lambda g: g.rejected),
     _guard("halfserve_guard_fallbacks", "Requests answered by the fp32 twin", lambda g: g.fallbacks),
     _guard("halfserve_guard_shadow_runs", "Requests computed again in fp32, to compare", lambda g: g.shadow_runs),

@@ -16,6 +16,7 @@ from halfserve.serve.model_control.control_options import ControlMode, ControlOp
 from halfserve.serve.storage.storage_options import DEFAULT_GIB, ObjectStorage, default_folder
 
 _models = partial(typer.Option, rich_help_panel="Models")
+_on_demand = partial(typer.Option, rich_help_panel="Models on demand")
 _storage = partial(typer.Option, rich_help_panel="Object storage")
 _as_triton = partial(typer.Option, rich_help_panel="As in Triton")
 
@@ -33,9 +34,11 @@ class Models:
     ] = ControlOptions.mode
     load_model: Annotated[
         list[str] | None,
-        _models(help="Model to load at the start with --model-control explicit; may be repeated, '*' is all."),
+        _models(
+            help="Model to load at the start with --model-control explicit or --load-on-demand; may be repeated, '*' is all."
+        ),
     ] = None
-    poll_seconds: Annotated[float, _models(min=0.1, help="Seconds between two looks with --model-control poll.")] = (
+    poll_seconds: Annotated[float, _models(min=0.1, help="Seconds between two looks at PATH, with poll or on demand.")] = (
         ControlOptions.poll_interval_s
     )
     warm_up_seconds: Annotated[float, _models(min=0, help="Time for trying out a model's batch sizes before it serves.")] = (
@@ -76,6 +79,25 @@ class Models:
             "--model-uploads", help="Let load requests bring ONNX models and label files along (--model-control explicit)."
         ),
     ] = ControlOptions.uploads
+    load_on_demand: Annotated[
+        bool,
+        _on_demand(
+            "--load-on-demand",
+            help="Start without models, and load each when the first request for it comes, which waits for the load. Models "
+            "of --load-model, and those with halfserve.pinned in their config.pbtxt, are loaded at the start.",
+        ),
+    ] = ControlOptions.on_demand
+    idle_unload_seconds: Annotated[
+        float, _on_demand(min=0, help="Unload models that had no request for so long; 0 for never.")
+    ] = ControlOptions.idle_unload_s
+    max_loaded_mib: Annotated[
+        float,
+        _on_demand(
+            min=0,
+            help="Most MiB of models that are loaded at once, by the size of their files times copies, over all --processes. "
+            "What was used longest ago makes room for what a request needs. 0 is bounded by the free memory alone.",
+        ),
+    ] = 0.0
     storage_folder: Annotated[
         Path | None,
         _storage(
@@ -111,8 +133,17 @@ class Models:
     ] = Trust.python_models
 
     def __post_init__(self) -> None:
-        if (self.load_model or self.model_uploads) and self.model_control is not ControlMode.EXPLICIT:
+        is_explicit = self.model_control is ControlMode.EXPLICIT
+        if (self.load_model or self.model_uploads) and not (is_explicit or (self.load_on_demand and not self.model_uploads)):
             raise typer.BadParameter("--load-model and --model-uploads need --model-control explicit; add it or leave them out")
+        if self.load_on_demand and self.model_control is ControlMode.POLL:
+            raise typer.BadParameter(
+                "--load-on-demand and --model-control poll exclude each other: poll loads all models of PATH; leave one out"
+            )
+        if (self.idle_unload_seconds or self.max_loaded_mib) and not self.load_on_demand:
+            raise typer.BadParameter(
+                "--idle-unload-seconds and --max-loaded-mib need --load-on-demand, which loads again what they unload; add it"
+            )
 
     def control(self, *, certificate_key: Path | None, lame_duck_s: float) -> ControlOptions:
         """Return what selects and loads models."""
@@ -129,6 +160,9 @@ class Models:
             lame_duck_s=lame_duck_s,
             needs_config=self.require_config,
             config_name=self.model_config_name,
+            on_demand=self.load_on_demand,
+            idle_unload_s=self.idle_unload_seconds,
+            max_loaded_bytes=int(self.max_loaded_mib * 2**20),
         )
 
     def trust(self) -> Trust:

@@ -13,7 +13,9 @@ from halfserve.serve.engine.errors import (
     BackendError,
     InferenceError,
     InvalidArgumentError,
+    NotFoundError,
     OutOfMemoryError,
+    UnavailableError,
     is_out_of_memory,
 )
 from halfserve.serve.engine.inference_core import InferenceCore
@@ -128,6 +130,10 @@ class Inference:
         try:
             cached, request_id, inputs, parameters = self._decoded(data)
         except InferenceError as error:
+            if self._core.loads_on_demand and isinstance(error, (NotFoundError, UnavailableError)):
+                awaiting = _AwaitedModel(self, sent, time_left_s, reply, many)
+                if awaiting.begin(self._core):
+                    return awaiting.cancel
             self._core.figures.refuse(error)
             raise
         turn = cached.turn
@@ -168,6 +174,10 @@ class Inference:
         if cached.input_slices is not None:
             copied = self.memory.copies(cached.input_slices) if cached.shared_bytes <= MAX_COPIED_BYTES else None
         capture.begin(record, sent, copied)
+
+    def refuse(self, error: InferenceError) -> None:
+        """Count a request that has ended before it was queued."""
+        self._core.figures.refuse(error)
 
     def failed(self, data: bytes, error: Exception) -> None:
         """Log a request that has ended with an error."""
@@ -270,6 +280,63 @@ class Inference:
             return BackendError(f"model {name!r} answered what its interface does not declare: {type(error).__name__}")
 
 
+class _AwaitedModel:
+    """A request that waits until its model is loaded, and is then decoded again."""
+
+    __slots__ = ("_cancel", "_data", "_deadline_s", "_inference", "_many", "_reply")
+
+    def __init__(
+        self,
+        inference: Inference,
+        data: bytes | memoryview,
+        time_left_s: float | None,
+        reply: Reply,
+        many: ManyReplies | None,
+    ) -> None:
+        self._inference = inference
+        self._data = data
+        self._deadline_s = None if time_left_s is None else _deadline(time_left_s)
+        self._reply = reply
+        self._many = many
+        self._cancel: Cancel | None = None
+
+    def begin(self, core: InferenceCore) -> bool:
+        """Wait for the model; returns whether a request loads it.
+
+        Raises:
+            InferenceError: the request is refused.
+        """
+        try:
+            request = parse_request(bytes(self._data))
+            times = [time_s for time_s in (self._left_s(), queue_timeout_s(request)) if time_s is not None]
+            self._cancel = core.demand(request.model_name, min(times, default=None), self._arrived)
+        except InferenceError as error:
+            self._inference.refuse(error)
+            raise
+        return self._cancel is not None
+
+    def cancel(self) -> None:
+        """End the wait, or cancel the request after it."""
+        cancel, self._cancel = self._cancel, None  # breaks a reference cycle
+        self._reply = _discard
+        if cancel is not None:
+            cancel()
+
+    def _left_s(self) -> float | None:
+        return None if self._deadline_s is None else self._deadline_s - time.monotonic()
+
+    def _arrived(self, error: InferenceError | None) -> None:
+        self._cancel, reply = None, self._reply
+        if error is not None:
+            self._inference.refuse(error)
+            reply(error)
+            return
+        try:
+            self._cancel = self._inference.infer(self._data, self._left_s(), reply, many=self._many)
+        except InferenceError as refusal:
+            reply(refusal)
+
+
 class _PendingInference(InferenceRecord):
     """The record of a request that this server computes: it serializes the response, and frees all that the request holds.
 
@@ -314,6 +381,7 @@ class _PendingInference(InferenceRecord):
             InferenceError: the request is refused.
         """
         self._queued = queued
+        self.model.statistics.request_bytes += self.request_bytes
         try:
             core.submit(self.model, queued)
         except Exception as error:
@@ -333,7 +401,10 @@ class _PendingInference(InferenceRecord):
     def respond(self, result: Tensors | InferenceError, final: bool, read: Callable[[], None]) -> None:
         """Take the outputs of one response of a decoupled model, or its error."""
         if self.many is not None:
-            self.many.response(self._written(result), final=final, read=read)
+            response = self._written(result)
+            if isinstance(response, bytes):
+                self.model.statistics.response_bytes += len(response)
+            self.many.response(response, final=final, read=read)
 
     def cancel(self) -> None:
         """Free the request's place in the queue, and drop its response."""
@@ -346,6 +417,8 @@ class _PendingInference(InferenceRecord):
         self.model.scheduler.cancel(queued)
 
     def _answered(self, response: bytes | InferenceError) -> None:
+        if isinstance(response, bytes) and self.many is None:
+            self.model.statistics.response_bytes += len(response)
         reply = self._reply
         self._end(response)
         reply(response)

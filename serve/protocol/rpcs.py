@@ -126,7 +126,7 @@ async def server_metadata(_: pb.ServerMetadataRequest, call: RpcCall) -> pb.Serv
 async def model_metadata(request: pb.ModelMetadataRequest, call: RpcCall) -> pb.ModelMetadataResponse:
     """Describe inputs and outputs with the batch dimension, and name every served version."""
     core = call.server.core
-    model = core.model(request.name, request.version)
+    model = await core.arrival(request.name, request.version)
     return pb.ModelMetadataResponse(
         name=model.name,
         versions=[str(m.version) for m in core.versions(request.name)],
@@ -140,15 +140,15 @@ async def model_metadata(request: pb.ModelMetadataRequest, call: RpcCall) -> pb.
 async def model_config(request: pb.ModelConfigRequest, call: RpcCall) -> pb.ModelConfigResponse:
     """Answer the completed configuration."""
     core = call.server.core
-    model = core.model(request.name, request.version)
+    model = await core.arrival(request.name, request.version)
     return pb.ModelConfigResponse(config=without_steps(model.config) if core.hides_steps(model) else model.config)
 
 
 async def statistics(request: pb.ModelStatisticsRequest, call: RpcCall) -> pb.ModelStatisticsResponse:
     """Answer the counters of one model version, of all versions of a model, or of all models."""
     core = call.server.core
-    if not request.name:
-        models = core.models()
+    if not request.name or core.comes_on_demand(request.name):
+        models = core.served(request.name) if request.name else core.models()
     elif request.version:
         models = [core.model(request.name, request.version)]
     else:

@@ -131,6 +131,11 @@ class CachingScheduler:
             began = monotonic_ns()
             self._look_up(request, self._keys.of(request), began, 0)
 
+    @property
+    def is_idle(self) -> bool:
+        """See `Scheduler`."""
+        return not self._reading and not self._hits and self._model.is_idle
+
     def cancel(self, request: InferRequest) -> None:
         """Drop a request whose client has gone. Its computation goes on as long as another request waits for it."""
         if request.cancelled:

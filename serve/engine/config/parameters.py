@@ -26,6 +26,7 @@ PREFIX = "halfserve."
 MEASURED = "halfserve.measured"  # speed of the model in each way that was tried, in words
 PADDED_ROWS = "halfserve.padded_rows"  # numbers of rows that the server pads batches to by its own choice, such as "1,2,4,8"
 CUDA_WAYS = frozenset({"graphs", "nhwc", "copies", "blocking"})  # ways to compute on a CUDA device: see "halfserve.cuda_ways"
+PINNED = "halfserve.pinned"  # keeps a model loaded
 TASK = "halfserve.task"  # describes any model to clients
 Parse = Callable[[str], Any]  # parses the text to the value; raises a ValueError that says which form is expected
 # The server writes these for clients; values in a config.pbtxt have no effect.
@@ -252,6 +253,11 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
     "halfserve.padding_buckets": OwnParameter(
         rising_lengths, "learned", "lengths, such as `16,32,64`",
         "Pad every request to one of these lengths, as CUDA graphs need it; longer ones are not padded.",
+    ),
+    PINNED: OwnParameter(
+        switch, "off", "`on`, `off`",
+        "With `--load-on-demand`, load the model at the start, and do not unload it to save memory: see "
+        "[Models on demand](../guides/on_demand.md).",
     ),
     "halfserve.precision_guard": OwnParameter(
         one_of("off", "count", "reject", "fallback"), "count", "`off`, `count`, `reject`, `fallback`",

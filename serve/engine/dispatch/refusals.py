@@ -86,9 +86,14 @@ class Refusals:
         self.drained = asyncio.Event()
         return self.drained
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits in the queue, runs, or awaits a later answer."""
+        return not self.running and not len(self._queue) and not self._delivery.awaited
+
     def notice_drained(self) -> None:
         """Set `drained` once the last request has its answer."""
-        if self.drained is not None and not self.running and not len(self._queue) and not self._delivery.awaited:
+        if self.drained is not None and self.is_idle:
             self.drained.set()
 
     def admit(self, request: InferRequest) -> None:

@@ -396,6 +396,11 @@ class EnsembleScheduler:
         self._is_draining = False
         self._idle = asyncio.Event()
 
+    @property
+    def is_idle(self) -> bool:
+        """See `Scheduler`."""
+        return not self._in_flight
+
     def submit(self, request: InferRequest) -> None:
         """Begin a request; see `Scheduler.submit`.
 

@@ -63,6 +63,11 @@ class PictureScheduler:
         request.line = pending
         pending.watch_time()
 
+    @property
+    def is_idle(self) -> bool:
+        """See `Scheduler`."""
+        return not self._undecoded and self._behind.is_idle
+
     def cancel(self, request: InferRequest) -> None:
         pending = self._pending.get(id(request))
         is_undecoded = request.line is pending

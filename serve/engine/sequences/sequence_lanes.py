@@ -19,6 +19,11 @@ class SequenceLanes:
         """`lanes`: one scheduler for each copy."""
         self._lanes = lanes
 
+    @property
+    def is_idle(self) -> bool:
+        """See `Scheduler`."""
+        return all(lane.is_idle for lane in self._lanes)
+
     def submit(self, request: InferRequest) -> None:
         """See `Scheduler`."""
         self._lane(request).submit(request)

@@ -99,6 +99,11 @@ class SequenceScheduler:
         """Whether a sequence runs or waits here or at the predecessor."""
         return bool(len(self._runner.table)) or (self.predecessor is not None and self.predecessor.has_sequences)
 
+    @property
+    def is_idle(self) -> bool:
+        """See `Scheduler`."""
+        return not self.has_sequences and self._batcher.is_idle
+
     async def ended(self) -> None:
         """Return once the sequences here and at the predecessor have ended."""
         if self.predecessor is not None:
@@ -259,6 +264,11 @@ class IterativeRequests:
 
     def cancel(self, request: InferRequest) -> None:
         self._scheduler.cancel(request)
+
+    @property
+    def is_idle(self) -> bool:
+        """See `Scheduler`."""
+        return self._scheduler.is_idle
 
     async def drain(self) -> None:
         await self._scheduler.drain()

@@ -91,6 +91,11 @@ class SlotBatches:
         """Number of requests that wait for their batch."""
         return sum(len(group.ready) for group in self._groups.values())
 
+    @property
+    def is_idle(self) -> bool:
+        """See `Scheduler`."""
+        return not self.waiting and self._batcher.is_idle
+
     def submit(self, request: InferRequest) -> None:
         """Take the request of a slot that has no other request here; its errors are reported to `done`."""
         number, row = self._place(request)

@@ -8,7 +8,7 @@ from typing import Any
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.fleet.control.autoscaling import ModelLoad
 from halfserve.serve.fleet.control.member_table import MemberRecord
-from halfserve.serve.fleet.member.fleet_commands import LOADING, READY_STATE, UNAVAILABLE, UNLOADING, worst
+from halfserve.serve.fleet.member.fleet_commands import LOADING, READY_STATE, RESTING, UNAVAILABLE, UNLOADING, worst
 
 ModelIndex = pb.RepositoryIndexResponse.ModelIndex
 
@@ -27,6 +27,10 @@ def _versions(name: str, members: Sequence[MemberRecord]) -> list[ModelIndex]:
     servers = [one for one in members if one.model(name).is_wanted or one.model(name).is_served]
     staying = [one for one in servers if not one.is_leaving]
     versions = sorted({one for record in staying for one in record.model(name).versions}, key=lambda one: (len(one), one))
+    resting = [one for one in staying if one.model(name).is_served and not one.model(name).versions]  # requests load it there
+    if resting and len(resting) == len(staying):
+        return [ModelIndex(name=name, state=UNAVAILABLE, reason=RESTING)]
+    staying = [one for one in staying if one not in resting]
     found = []
     for version in versions or [""]:
         state, reason = worst(_state(record, name, version) for record in staying)

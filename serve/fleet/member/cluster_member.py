@@ -222,7 +222,7 @@ class ClusterMember(Membership):
             compute_slots=self._slots or max((len(model.backends) for model in core.models()), default=1) or 1,
         )
         for name in core.loadable:
-            state.models[name].SetInParent()
+            state.models[name].is_served = core.is_ready and core.comes_on_demand(name)
         for served in core.models():
             model = state.models[served.name]
             model.is_served = core.is_model_ready(served.name)

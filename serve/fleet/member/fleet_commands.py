@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.inference_core import ON_DEMAND
 
 T = TypeVar("T")
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
@@ -74,6 +75,7 @@ COMMANDS = {
 }
 # Of `VersionState`, from best to worst: a version has the worst state among its members.
 STATES = READY_STATE, LOADING, UNLOADING, UNAVAILABLE = "READY", "LOADING", "UNLOADING", "UNAVAILABLE"
+RESTING = ON_DEMAND  # reason of a model that a member's requests load
 Index = pb.RepositoryIndexResponse.ModelIndex
 Versions = dict[tuple[str, str], Index]
 METRICS = "/halfserve.Cluster/Metrics"  # asks the controller for the counters of all members
@@ -89,7 +91,8 @@ def worst(states: Iterable[tuple[str, str]]) -> tuple[str, str]:
 def merge_index(
     own: pb.RepositoryIndexResponse, others: Mapping[str, pb.RepositoryIndexResponse], *, ready: bool
 ) -> pb.RepositoryIndexResponse:
-    """List every version that the member knows, each in the worst state among all members.
+    """List every version that the member knows, each in the worst state among all members. A member in which requests load the
+    model does not count.
 
     Args:
         own: index of the member itself, with versions in all states.
@@ -99,11 +102,18 @@ def merge_index(
     merged: Versions = {(one.name, one.version): one for one in own.models}
     for title, other in others.items():
         found: Versions = {(one.name, one.version): one for one in other.models}
+        resting = {one.name for one in other.models if one.reason == RESTING}
+        for key in [key for key, mine in merged.items() if mine.reason == RESTING and key[0] not in resting]:
+            del merged[key]
+            merged |= {version: one for version, one in found.items() if version[0] == key[0]}
         for key, mine in merged.items():
+            if key[0] in resting:
+                continue
             theirs = found.get(key) or Index(state=UNAVAILABLE, reason="it has no such version now")
             there = f"{title}: {theirs.reason}" if theirs.reason else title
             mine.state, mine.reason = worst([(mine.state, mine.reason), (theirs.state, there)])
-    return pb.RepositoryIndexResponse(models=[one for one in merged.values() if one.state == READY_STATE or not ready])
+    listed = [merged[key] for key in sorted(merged, key=lambda key: (key[0], len(key[1]), key[1]))]
+    return pb.RepositoryIndexResponse(models=[one for one in listed if one.state == READY_STATE or not ready])
 
 
 async def finished(work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[Any]]) -> T:

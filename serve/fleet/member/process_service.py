@@ -202,7 +202,7 @@ class ProcessService:
     async def _statistics(self, local: Method, request: pb.ModelStatisticsRequest, call: RpcCall) -> pb.ModelStatisticsResponse:
         answer: pb.ModelStatisticsResponse = await local(request, call)
         others = await self._siblings.query(STATISTICS, request, pb.ModelStatisticsResponse)
-        add_statistics(answer, others.values())
+        add_statistics(answer, others.values(), everything=_has_own_models(call))
         return answer
 
     async def _index(self, local: Method, request: pb.RepositoryIndexRequest, call: RpcCall) -> pb.RepositoryIndexResponse:
@@ -229,8 +229,14 @@ class ProcessService:
         own = await read_counters(call.server.core)
         others = await self._siblings.query(READ_COUNTERS, empty_pb2.Empty(), wrappers_pb2.BytesValue)
         texts = MetricTexts()
-        texts.add(merge_metrics(own.metrics, (MemberCounters.from_bytes(one.value).metrics for one in others.values())))
+        metrics = (MemberCounters.from_bytes(one.value).metrics for one in others.values())
+        texts.add(merge_metrics(own.metrics, metrics, everything=_has_own_models(call)))
         return texts.joined(), CONTENT_TYPE
+
+
+def _has_own_models(call: RpcCall) -> bool:
+    """Return whether each process has models of its own, all of which the caller may see."""
+    return call.server.is_whole and call.server.core.loads_on_demand
 
 
 def _name_override(request: pb.RepositoryModelLoadRequest, config: str | None) -> None:

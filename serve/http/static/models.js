@@ -40,8 +40,16 @@ export function cards(element, models, selected, choose) {
   });
 }
 
+// Whether a model is not loaded now, and a request would load it.
+const isOnDemand = (model) => (model.reason ?? "").startsWith("available on demand");
+
+function stateBadge(model) {
+  if (isOnDemand(model)) return badge("on demand");
+  return badge(model.state.toLowerCase(), { READY: "good", UNAVAILABLE: "bad" }[model.state] ?? "warn");
+}
+
 function card(model, pressed, choose) {
-  const state = model.state === "READY" ? null : badge(model.state.toLowerCase(), model.state === "UNAVAILABLE" ? "bad" : "warn");
+  const state = model.state === "READY" ? null : stateBadge(model);
   return h(
     "button",
     { class: "card model", type: "button", "aria-pressed": String(pressed), onclick: () => choose(idOf(model)) },
@@ -62,7 +70,7 @@ function card(model, pressed, choose) {
       certificateBadge(model.certificate),
       model.guard?.degraded ? badge("drifting", "bad") : null,
     ),
-    model.reason ? h("span", { class: "reason" }, model.reason) : null,
+    model.reason ? h("span", { class: isOnDemand(model) ? "quiet" : "reason" }, model.reason) : null,
   );
 }
 
@@ -73,13 +81,13 @@ export function heading(element, model) {
     h(
       "div",
       { class: "badges" },
-      badge(model.state.toLowerCase(), { READY: "good", UNAVAILABLE: "bad" }[model.state] ?? "warn"),
+      stateBadge(model),
       model.answers === false ? badge("not ready: no copy is up, or the guard stopped it", "bad") : null,
       model.provider ? [badge(model.provider), badge(model.precision)] : null,
       model.provider ? badge(model.max_batch_size ? `batches of up to ${model.max_batch_size}` : "no batching") : null,
     ),
     model.measured ? h("p", { class: "quiet" }, `measured when it was loaded: ${model.measured}`) : null,
-    model.reason ? h("p", { class: "reason" }, model.reason) : null,
+    model.reason ? h("p", { class: isOnDemand(model) ? "quiet" : "reason" }, model.reason) : null,
   ]);
 }
 

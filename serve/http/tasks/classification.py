@@ -60,7 +60,7 @@ class ClassificationRoutes:
         """Return all classes of each text, the most likely first: with scores from 0 to 1, or with `raw_scores` logits."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
-        model = endpoint.only(request, CLASSIFICATION)
+        model = await endpoint.only(request, CLASSIFICATION)
         try:
             texts, is_batch = _inputs(content.get("inputs"))
             truncate, is_raw = truncates(content), flag_field(content, "raw_scores", default=False)

@@ -104,7 +104,7 @@ class EmbeddingRoutes:
         """Return a vector of length 1 for each input, as numbers or as base64 of little-endian float32."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
-        model = endpoint.named(request, content, EMBEDDINGS)
+        model = await endpoint.named(request, content, EMBEDDINGS)
         try:
             inputs = _inputs(content.get("input"))
             form = FORMATS[0] if content.get("encoding_format") is None else content["encoding_format"]
@@ -154,7 +154,7 @@ class EmbeddingRoutes:
         """Return a list of vectors, of length 1 unless `normalize` is false."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
-        model = endpoint.only(request, EMBEDDINGS)
+        model = await endpoint.only(request, EMBEDDINGS)
         try:
             refuse_fields(content, {"prompt_name": NO_PROMPT, "dimensions": "ask /v1/embeddings for them"})
             truncate = truncates(content)

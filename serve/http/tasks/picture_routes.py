@@ -114,7 +114,7 @@ class PictureRoutes:
         """
         name, version = named(request)
         try:
-            model = self._service.core.model(name, version)
+            model = await self._service.core.arrival(name, version)
             asked = await self._asked(request)
             input_name = _picture_input(model)
         except InferenceError as error:

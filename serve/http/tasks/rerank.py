@@ -122,7 +122,7 @@ class RerankRoutes:
         """Return the documents, the most relevant first; long ones are cut."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
-        model = endpoint.named(request, content, RERANK)
+        model = await endpoint.named(request, content, RERANK)
         try:
             refuse_fields(content, {"rank_fields": "join the fields of a document into its text"})
             query, documents = text_field(content, "query"), _documents(content.get("documents"))
@@ -165,7 +165,7 @@ class RerankRoutes:
         """Return the texts, the most relevant first: scores from 0 to 1, or with `raw_scores` the model's logits."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
-        model = endpoint.only(request, RERANK)
+        model = await endpoint.only(request, RERANK)
         try:
             truncate = truncates(content)
             query, texts = text_field(content, "query"), texts_of(content.get("texts"), "texts")

@@ -64,7 +64,7 @@ class TextEndpoint:
         memory.share.resize(size)
         return content
 
-    def named(self, request: Request, content: Content, tasks: AbstractSet[str]) -> Model:
+    async def named(self, request: Request, content: Content, tasks: AbstractSet[str]) -> Model:
         """Return the model that the field `model` names, in its latest version; without the field, the only one with these
         tasks. Raises InferenceError: there is none, it is for another task, or there are several; it is recorded.
         """
@@ -72,20 +72,20 @@ class TextEndpoint:
         try:
             if content.get("model") is not None:
                 name = text_field(content, "model")
-                return self._for(name, tasks)
+                return await self._for(name, tasks)
             return self._only(request, tasks, "name one of them in the field 'model', which is missing")
         except InferenceError as error:
             self.refuse(request, name, error)
             raise
 
-    def only(self, request: Request, tasks: AbstractSet[str]) -> Model:
+    async def only(self, request: Request, tasks: AbstractSet[str]) -> Model:
         """Return the only model with one of these tasks, in its latest version, or the one that the query names: ?model=NAME.
         Raises InferenceError: there is none, or there are several; it is recorded.
         """
         name = request.query_params.get("model", "")
         try:
             if name:
-                return self._for(name, tasks)
+                return await self._for(name, tasks)
             return self._only(request, tasks, f"say which: {request.url.path}?model=NAME")
         except InferenceError as error:
             self.refuse(request, name, error)
@@ -189,14 +189,15 @@ class TextEndpoint:
                 param="model",
             )
         if not names:
-            raise NotFoundError(f"no model for {_either(tasks)} is served here; {request.url.path} needs one")
+            text = f"no model for {_either(tasks)} is served here; {request.url.path} needs one"
+            raise NotFoundError(f"{text}: {advice}, to load it on demand" if self.core.loads_on_demand else text)
         return self.core.model(names[0])
 
-    def _for(self, name: str, tasks: AbstractSet[str]) -> Model:
+    async def _for(self, name: str, tasks: AbstractSet[str]) -> Model:
         expected = f"expected one for {_either(tasks)}: {', '.join(self.names(tasks)) or 'none here'}"
         if not self.core.knows(name):
             raise NotFoundError(f"model {name!r} is not served here, {expected}")
-        model = self.core.model(name)
+        model = await self.core.arrival(name)
         if task_of(model) not in tasks:
             task = task_of(model) or "no task that its configuration names"
             raise InputError(f"model {name!r} is for {task}, {expected}", param="model")

@@ -120,7 +120,7 @@ class TextRoutes:
     )
     async def info(self, request: Request) -> Response:
         """Return the only model that takes text, as text-embeddings-inference describes its own."""
-        model = self._endpoint.only(request, TEXT_TASKS)
+        model = await self._endpoint.only(request, TEXT_TASKS)
         loaded = await self._endpoint.models.of(model)
         return json_response(
             {
@@ -154,7 +154,7 @@ class TextRoutes:
         """Return the tokens of each text, with their places in it."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
-        model = endpoint.only(request, TEXT_TASKS)
+        model = await endpoint.only(request, TEXT_TASKS)
         try:
             refuse_fields(content, {"prompt_name": "write the prompt in front of each text"})
             texts = one_or_more(content.get("inputs"), "inputs")

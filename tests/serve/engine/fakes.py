@@ -84,6 +84,10 @@ class ByHand:
         request.cancelled = True
         self.cancelled.append(request)
 
+    @property
+    def is_idle(self) -> bool:
+        return True
+
     async def drain(self) -> None:
         self.is_drained = True
 

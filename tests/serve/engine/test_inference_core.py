@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, NotFoundError, UnavailableError
-from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
+from halfserve.serve.engine.inference_core import Arrived, Cancel, InferenceCore, RestrictedCore
 from halfserve.serve.engine.model import Model, VersionState
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from tests.serve.engine.fakes import HeldBackend, held_model
@@ -168,7 +168,7 @@ ROOT = Path(__file__).parents[3]
 # What a view does as a core without models does it: it finds models by what is handed on, or changes nothing but itself.
 AS_WITHOUT_MODELS = {
     *("model", "replace", "notify", "retire", "finish_sequences", "drain", "clean_up"),
-    *("says_ready", "leaving", "on_change", "off_change", "changed"),
+    *("says_ready", "arrival", "leaving", "leaving_models", "on_change", "off_change", "changed"),
 }
 
 
@@ -251,6 +251,38 @@ async def test_only_visible_models_are_loaded_and_unloaded() -> None:
         with pytest.raises(NotFoundError, match=f"model '{name}' is not loaded; RepositoryIndex lists what is"):
             await view.unload(name)
     assert control.asked == ["load ours_loadable {} ['1/model.onnx']", "unload ours", "refresh"]
+
+
+class Brings:
+    """Loads models of these names, never at an end."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self.asked: list[tuple[str, Arrived]] = []
+
+    def brings(self, name: str) -> bool:
+        return name in self._names
+
+    def join(self, name: str, time_left_s: float | None, arrived: Arrived) -> Cancel | None:
+        assert time_left_s == 5
+        self.asked.append((name, arrived))
+        return lambda: None
+
+    def close(self) -> None: ...
+
+
+async def test_only_visible_models_are_loaded_on_demand() -> None:
+    core, view, _ = cores()
+    core.on_demand = brings = Brings("ours_loadable", "theirs_loadable")
+    came: list[InferenceError | None] = []
+    assert view.loads_on_demand
+    assert [view.comes_on_demand(name) for name in ("ours", "ours_loadable", "theirs_loadable")] == [False, True, False]
+    assert (await view.says_ready("ours_loadable"), view.is_model_ready("ours_loadable")) == (True, True)
+    assert view.demand("theirs_loadable", 5, came.append) is None
+    assert view.demand("ours_loadable", 5, came.append) is not None
+    ((name, arrived),) = brings.asked
+    arrived(UnavailableError("it needs model 'theirs_broken'"))
+    assert (name, [str(error) for error in came]) == ("ours_loadable", ["it needs a model"])
 
 
 async def test_changes_are_heard_of_until_the_view_is_closed() -> None:

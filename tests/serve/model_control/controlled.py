@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as triton
 
-from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
-from halfserve.serve.engine.backend import DevicePlacement, Runtime
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime, OnnxRuntimeBackend
+from halfserve.serve.engine.backend import DevicePlacement, ModelInterface, Runtime
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.repository.model_repository import ModelRepository
@@ -21,7 +23,7 @@ from halfserve.serve.model_control.version_loading import VersionLoader
 from halfserve.serve.storage.repository_copy import RepositoryCopy
 from halfserve.serve.storage.storage_options import ObjectStorage
 from halfserve.serve.transports.nghttp2.server import Nghttp2Server
-from tests.serve.running_server import MakeTransport, RunningServer, running_server
+from tests.serve.running_server import WAIT_S, MakeTransport, RunningServer, running_server
 
 Line = tuple[str, str, str, str]
 
@@ -46,6 +48,24 @@ def control(
         return ModelControl(core, ModelRepository(path, *more_paths), loader(runtime=runtime), chosen)
     copy = RepositoryCopy(path)
     return ModelControl(core, ModelRepository(copy.path), loader(runtime=runtime), chosen, copy)
+
+
+class HeldRuntime(OnnxRuntime):
+    """Loads models of some names not until `release` is set; `entered` is set when it is to, `ended` when it has."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self._names = names
+        self.entered, self.release, self.ended = threading.Event(), threading.Event(), threading.Event()
+
+    def load(
+        self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig
+    ) -> OnnxRuntimeBackend:
+        if config.name in self._names:
+            self.entered.set()
+            assert self.release.wait(WAIT_S)
+            self.ended.set()
+        return super().load(path, interface, placement, config)
 
 
 @contextmanager

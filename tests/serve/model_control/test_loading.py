@@ -16,9 +16,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime, OnnxRuntimeBackend
-from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
+from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime
 from halfserve.serve.engine.background_threads import Worker, pause
 from halfserve.serve.model_control import switch
 from halfserve.serve.model_control.control_options import ControlMode
@@ -26,7 +24,7 @@ from halfserve.serve.model_control.loader_thread import LoaderThread
 from halfserve.serve.model_control.model_control import ModelControl
 from tests.models import save_mlp
 from tests.serve.ensemble_folders import CHAIN, save_add, save_ensemble
-from tests.serve.model_control.controlled import ask, control, lines
+from tests.serve.model_control.controlled import HeldRuntime, ask, control, lines
 from tests.serve.running_server import WAIT_S, RunningServer, running_server
 from tests.serve.standing_still import StandingLoop
 
@@ -184,24 +182,6 @@ def test_the_limit_counts_from_its_beginning() -> None:
 
 
 LIMIT_S = 0.5
-
-
-class HeldRuntime(OnnxRuntime):
-    """Loads models of some names not until `release` is set; `entered` is set when it is to, `ended` when it has."""
-
-    def __init__(self, *names: str) -> None:
-        super().__init__()
-        self._names = names
-        self.entered, self.release, self.ended = threading.Event(), threading.Event(), threading.Event()
-
-    def load(
-        self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig
-    ) -> OnnxRuntimeBackend:
-        if config.name in self._names:
-            self.entered.set()
-            assert self.release.wait(WAIT_S)
-            self.ended.set()
-        return super().load(path, interface, placement, config)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from halfserve.serve.storage.storage_options import ObjectStorage
 from tests.models import save_mlp, save_table
 from tests.s3_server import S3Server, s3_server
 from tests.serve.conftest import load_repository
-from tests.serve.model_control.controlled import ask, controlled_server, wait_for
+from tests.serve.model_control.controlled import ask, controlled_server, lines, wait_for
 
 QUICKLY: dict[str, Any] = {"poll_interval_s": 0.05, "settle_s": 0.02, "warm_up_budget_s": 0.0}
 
@@ -145,6 +145,18 @@ def test_models_are_copied_when_they_are_loaded(s3: S3Server, storage: ObjectSto
         s3.fault = lambda *_: 403
         with pytest.raises(InferenceServerException, match="UNAVAILABLE.*cannot be read now; the server's log says why"):
             client.load_model("b")
+
+
+def test_requests_load_models_of_a_store(s3: S3Server, storage: ObjectStorage, mlp: bytes) -> None:
+    for name in ("mlp", "other"):
+        s3.put(f"models/{name}/1/model.onnx", mlp)
+    with (
+        controlled_server(storage, ControlMode.NONE, on_demand=True, max_loaded_bytes=int(1.5 * len(mlp))) as server,
+        triton.InferenceServerClient(server.address) as client,
+    ):
+        assert not [path for path in storage.folder.rglob("model.onnx")]
+        assert ask(client, "mlp") == ask(client, "other") == ask(client, "mlp")
+        assert [name for name, _, state, _ in lines(server) if state == "READY"] == ["mlp"]
 
 
 def test_an_unreadable_store_ends_the_start(s3: S3Server, storage: ObjectStorage) -> None:

@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
+from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.serve.engine.errors import (
     BackendError,
     FailedPreconditionError,
@@ -27,7 +28,7 @@ from halfserve.serve.engine.errors import (
     QueueFullError,
     RequestCancelledError,
 )
-from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.inference_core import ON_DEMAND, InferenceCore
 from halfserve.serve.engine.model import VersionState
 from halfserve.serve.engine.model_statistics import BatchTimes, LatencyFigures
 from halfserve.serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
@@ -36,6 +37,7 @@ from halfserve.serve.observability.exposition import STATES_TOGETHER, TOGETHER, 
 from halfserve.serve.observability.metrics import histogram_metric, latency_figures, number
 from halfserve.serve.observability.model_metrics import model_metrics
 from halfserve.serve.observability.observe_options import ObserveOptions
+from halfserve.serve.protocol.service import INFER_PATH
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.sequences.scene import Scene, play, sum_model
 from tests.serve.engine.sequences.test_slot_batches import telling_model
@@ -104,6 +106,21 @@ def test_the_figures_are_those_of_the_statistics(serving: Serving) -> None:
     assert value(samples, "halfserve_model_state", MLP | {"state": "LOADING"}) == 0
     assert value(samples, "halfserve_ready", {}) == 1
     assert value(samples, "process_resident_memory_bytes", {}) > 1e6
+
+
+def test_messages_of_clients_are_counted_by_their_sizes(serving: Serving) -> None:
+    requests = [ModelInferRequest(model_name="mlp", raw_input_contents=[bytes(128 * rows)]) for rows in (1, 3, 3)]
+    for request in requests:
+        request.inputs.add(name="x", datatype="FP16", shape=[len(request.raw_input_contents[0]) // 128, 64])
+    sent = [request.SerializeToString() for request in requests]
+    with serving(ObserveOptions()) as server, grpc.insecure_channel(server.address) as channel:
+        infer = channel.unary_unary(INFER_PATH)
+        got = [infer(request, timeout=CLIENT_TIMEOUT_S) for request in sent]
+        with pytest.raises(grpc.RpcError):
+            infer(sent[0] + ModelInferRequest(raw_input_contents=[b""]).SerializeToString(), timeout=CLIENT_TIMEOUT_S)
+        samples = server.run(scrape(server.core))
+    assert value(samples, "halfserve_request_bytes_total", MLP) == sum(map(len, sent))
+    assert value(samples, "halfserve_response_bytes_total", MLP) == sum(map(len, got))
 
 
 def test_the_fast_transport_tells_its_connections(serving: Serving) -> None:
@@ -245,6 +262,14 @@ async def test_a_scrape_of_many_states_yields_to_the_event_loop() -> None:
     assert turns >= 4
     assert text.count("# TYPE halfserve_model_state gauge") == 1
     assert text.count('state="LOADING",version="1"} 1') == 3 * STATES_TOGETHER + 1
+
+
+async def test_models_that_are_available_on_demand_raise_no_alert() -> None:
+    core = InferenceCore([])
+    core.states.set("resting", 1, VersionState.UNAVAILABLE, ON_DEMAND)
+    core.states.set("refused", 1, VersionState.UNAVAILABLE, "corrupt")
+    samples = await scrape(core)
+    assert {dict(labels)["model"] for name, labels in samples if name == "halfserve_model_state"} == {"refused"}
 
 
 def test_the_machines_figures_are_shares_and_bytes(tmp_path: Path) -> None:

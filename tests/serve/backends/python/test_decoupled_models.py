@@ -13,6 +13,7 @@ from tritonclient.grpc import InferenceServerClient, InferInput, InferResult
 from tritonclient.utils import InferenceServerException
 
 from halfserve import AsyncClient, Client
+from halfserve.protos.inference_pb2 import ModelInferResponse
 from halfserve.serve.client.streaming import StreamAnswer
 from tests.serve.backends.python.python_models import save_python_model, serving
 from tests.serve.backends.python.test_python_models import infer
@@ -84,7 +85,11 @@ def test_a_decoupled_model_gives_any_number_of_responses(tmp_path: Path, transpo
         assert [stream.next() for _ in range(2)] == [("b", 0, False), ("b", 1, False)]
         client.stop_stream()  # waits for the server to end the stream
         statistics = client.get_inference_statistics("counts").model_stats[0].inference_stats
+        response_bytes = server.call(lambda: server.core.model("counts").statistics.response_bytes)
+    response = ModelInferResponse(model_name="counts", model_version="1", id="a", raw_output_contents=[bytes(4)])
+    response.outputs.add(name="y", datatype="FP32", shape=[1])
     assert (statistics.success.count, statistics.fail.count) == (3, 0)
+    assert response_bytes == 5 * response.ByteSize()  # without the empty responses
 
 
 def test_the_client_takes_all_responses_in_the_requests_order(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client.metrics_core import Metric
 
 from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.inference_core import ON_DEMAND
 from halfserve.serve.fleet.launch.supervision import check_room, process_count
 from halfserve.serve.fleet.member.fleet_commands import merge_index
 from halfserve.serve.fleet.member.member_counters import MemberCounters, add_statistics, merge_metrics
@@ -64,6 +65,16 @@ def test_a_version_is_in_the_worst_state_of_all(others: pb.RepositoryIndexRespon
     (merged,) = merge_index(index("READY"), {"process 2": others}, ready=False).models
     assert (merged.state, merged.reason) == (state, reason)
     assert len(merge_index(index("READY"), {"process 2": others}, ready=True).models) == (state == "READY")
+
+
+def test_a_member_whose_requests_load_a_model_does_not_count() -> None:
+    resting = pb.RepositoryIndexResponse()
+    resting.models.add(name="m", state="UNAVAILABLE", reason=ON_DEMAND)
+    for own, other in ((index("READY"), resting), (resting, index("READY"))):
+        assert merge_index(own, {"process 2": other}, ready=True).models == index("READY").models
+    assert merge_index(resting, {"process 2": resting}, ready=False) == resting
+    (refused,) = merge_index(resting, {"process 2": index("UNAVAILABLE", reason="no memory")}, ready=False).models
+    assert (refused.version, refused.reason) == ("1", "no memory")
 
 
 def metric(name: str, kind: str, value: float, **labels: str) -> Metric:
