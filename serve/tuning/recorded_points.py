@@ -78,7 +78,7 @@ class RecordedPoints:
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     """Return the measurements in a file; none of a file that is missing or damaged."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         entries: dict[str, dict[str, Any]] = json.loads(path.read_bytes())
         for entry in entries.values():
             float(entry["spent_s"])

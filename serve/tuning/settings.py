@@ -138,7 +138,7 @@ def axes_of(
         config: its configuration, which says whether it is on a device, has batches, and is padded.
         cores: cores that it may use.
         limit_ms: the latency limit.
-        rows: fewest rows that a batch must be able to hold: those of a request.
+        rows: fewest rows that a batch must be able to hold.
         precisions: precisions in which the model may be computed.
     """
     now = settings_of(config)

@@ -263,7 +263,7 @@ def _searched(
         axis
         for index, config in enumerate(server.completed)
         for axis in axes_of(
-            index, config, cores=cores, limit_ms=goal.max_ms, rows=goal.rows, precisions=server.precisions(index)
+            index, config, cores=cores, limit_ms=goal.max_ms, rows=server.fewest_rows, precisions=server.precisions(index)
         )
     ]
     space = SearchSpace(models=server.models, axes=tuple(axes), start=server.start, cores=cores)

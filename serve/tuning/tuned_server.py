@@ -74,6 +74,7 @@ class TunedServer:
         models: the models that are tuned: the model itself, or the steps of an ensemble.
         completed: the configuration in force at the start, of each of them.
         start: the tuned settings in it.
+        fewest_rows: rows that a batch must be able to hold: those of a request, or of an ensemble's batch.
         bases: configurations that settings are put into: the completed ones, or what files declare.
         processes: load processes, each with a connection.
         on_load: gets what was measured since its last call, several times a second.
@@ -93,6 +94,7 @@ class TunedServer:
         try:
             config = self._client.model_config(model, "")
             self.models = tuple(step_models(config)) or (model,)
+            self.fewest_rows = max(requests.batch_size, config.max_batch_size if is_ensemble(config) else 1)
             self.completed: tuple[ModelConfig, ...] = tuple(self._client.model_config(name, "") for name in self.models)
             for name, one in zip(self.models, self.completed, strict=True):
                 _require_tunable(name, one)
