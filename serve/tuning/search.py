@@ -26,7 +26,7 @@ CANDIDATES = 8
 SURVIVORS = 2
 FINALISTS = 3
 ROUNDS = 3
-LOWERINGS = 3  # loads at which a finalist is measured, each below the one before
+LOWERINGS = 4  # loads at which a finalist is measured, each below the one before: by 1, 2 and 4 rungs
 FINAL_SHARE = 0.25  # of the time, for the finalists
 MEASUREMENTS = 500  # in the whole time, about; each is so long, within these seconds
 SHORTEST_S, LONGEST_S = 0.15, 2.0
@@ -114,8 +114,15 @@ class TuningSearch:
     """One search; `say` gets a line whenever something better was found."""
 
     def __init__(
-        self, space: SearchSpace, machine: TunedMachine, goal: TuningGoal, say: Callable[[str], None] = lambda _: None
+        self,
+        space: SearchSpace,
+        machine: TunedMachine,
+        goal: TuningGoal,
+        say: Callable[[str], None] = lambda _: None,
+        *,
+        window_s: float | None = None,
     ) -> None:
+        """`window_s`: seconds of the shortest measurements; None for what the goal's time allows."""
         self._space = space
         self._machine = machine
         self._goal = goal
@@ -126,7 +133,7 @@ class TuningSearch:
         self._longest: dict[Choice, float] = {}  # seconds of a measurement of each choice, the last time
         self._refused: dict[Choice, str] = {}
         self._shown: TuningPoint | None = None
-        self.window_s = min(LONGEST_S, max(SHORTEST_S, goal.seconds / MEASUREMENTS))
+        self.window_s = window_s or min(LONGEST_S, max(SHORTEST_S, goal.seconds / MEASUREMENTS))
 
     def run(self) -> TuningOutcome:
         """Search. Raises TuningError: the server refuses the settings in force."""
@@ -140,18 +147,18 @@ class TuningSearch:
         while len(candidates) > SURVIVORS and not self._is_over():
             for choice in candidates:
                 self.try_choice(choice, seconds=seconds)
-            candidates = self._ranked(candidates)[: max(SURVIVORS, len(candidates) // 2)]
+            candidates = self.ranked(candidates)[: max(SURVIVORS, len(candidates) // 2)]
             seconds *= 2 if len(candidates) > SURVIVORS else 1
         seconds = self.window_s
         before: list[Choice] = []
-        while not self._is_over() and (ranked := self._ranked(self._best)[:SURVIVORS]) != before and seconds <= LONGEST_S:
+        while not self._is_over() and (ranked := self.ranked(self._best)[:SURVIVORS]) != before and seconds <= LONGEST_S:
             for choice in ranked:
                 self._climb(choice, seconds)
             # Longer measurements, as long as they change which choices are the best.
             before, seconds = ranked, seconds * 2
         ended_early = self._is_over()
-        ranked = [choice for choice in self._ranked(self._best) if self._best[choice].kept(self._goal.max_ms)]
-        contenders = self._final([*dict.fromkeys([*ranked[:FINALISTS], start])] if ranked else [])
+        ranked = [choice for choice in self.ranked(self._best) if self._best[choice].kept(self._goal.max_ms)]
+        contenders = self.in_turn([*dict.fromkeys([*ranked[:FINALISTS], start])] if ranked else [])
         in_force = contenders.get(start, self._best.get(start))
         kept = [point for point in contenders.values() if point.kept(self._goal.max_ms)]
         best = max(kept, key=self._score, default=None)
@@ -176,10 +183,39 @@ class TuningSearch:
             self._shown = point
             self._say(f"{point.rate:,.0f} requests/s, {point.latency_ms:.2f} ms: {choice_text(choice)}")
 
+    def in_turn(self, choices: Sequence[Choice]) -> dict[Choice, TuningPoint]:
+        """Measure choices that were tried, in turn, and return the medians; one that misses the limit gets less load."""
+        loads = {choice: self._best[choice].load for choice in choices if choice in self._best}
+        left_s = max(self._goal.seconds - self._machine.spent_s, self._goal.seconds * FINAL_SHARE / 2)
+        seconds = min(LONGEST_S, max(self.window_s, left_s / (2 * ROUNDS * max(1, len(loads)))))
+        found: dict[Choice, TuningPoint] = {}
+        for lowering in range(LOWERINGS):
+            rounds: dict[Choice, list[TuningPoint]] = {choice: [] for choice in loads}
+            for number in range(1, ROUNDS + 1):
+                for choice, load in loads.items():
+                    try:
+                        rounds[choice].append(self._measured(choice, load, seconds, number))
+                    except RefusedSettingsError as error:
+                        self._refused[choice] = str(error)
+            found |= {choice: _medians(points) for choice, points in rounds.items() if points}
+            missed = {
+                choice: load for choice, load in loads.items() if choice in found and not found[choice].kept(self._goal.max_ms)
+            }
+            if self._machine.spent_s > self._goal.seconds and len(missed) < len(found):
+                break
+            lower = {choice: self._below(load, 2**lowering) for choice, load in missed.items()}
+            loads = {choice: load for choice, load in lower.items() if load is not None}
+        return found
+
+    def ranked(self, choices: Sequence[Choice] | dict[Choice, TuningPoint]) -> list[Choice]:
+        """Return those that were tried, the best first."""
+        known = [choice for choice in choices if choice in self._best]
+        return sorted(known, key=lambda choice: self._rank(self._best[choice]), reverse=True)
+
     @property
     def best_point(self) -> TuningPoint | None:
         """The best measured point that keeps the limit."""
-        ranked = self._ranked(self._best)
+        ranked = self.ranked(self._best)
         return self._best[ranked[0]] if ranked and self._best[ranked[0]].kept(self._goal.max_ms) else None
 
     def _learn(self) -> None:
@@ -249,30 +285,6 @@ class TuningSearch:
         if self._longest.get(choice, 0.0) < seconds:
             self.try_choice(choice, seconds=seconds)
 
-    def _final(self, choices: list[Choice]) -> dict[Choice, TuningPoint]:
-        """Measure choices in turn, and return the medians; a choice that misses the limit gets less load, some times."""
-        loads = {choice: self._best[choice].load for choice in choices if choice in self._best}
-        left_s = max(self._goal.seconds - self._machine.spent_s, self._goal.seconds * FINAL_SHARE / 2)
-        seconds = min(LONGEST_S, max(self.window_s, left_s / (2 * ROUNDS * max(1, len(loads)))))
-        found: dict[Choice, TuningPoint] = {}
-        for _ in range(LOWERINGS):
-            rounds: dict[Choice, list[TuningPoint]] = {choice: [] for choice in loads}
-            for number in range(1, ROUNDS + 1):
-                for choice, load in loads.items():
-                    try:
-                        rounds[choice].append(self._measured(choice, load, seconds, number))
-                    except RefusedSettingsError as error:
-                        self._refused[choice] = str(error)
-            found |= {choice: _medians(points) for choice, points in rounds.items() if points}
-            missed = {
-                choice: load for choice, load in loads.items() if choice in found and not found[choice].kept(self._goal.max_ms)
-            }
-            if self._machine.spent_s > self._goal.seconds and len(missed) < len(found):
-                break
-            lower = {choice: self._below(load) for choice, load in missed.items()}
-            loads = {choice: load for choice, load in lower.items() if load is not None}
-        return found
-
     def _highest(self, choice: Choice, seconds: float) -> TuningPoint:
         limit_ms = self._goal.max_ms
         if self._goal.load is not None:
@@ -325,10 +337,6 @@ class TuningSearch:
         """Throughput; at a rate, which all choices reach, the speed of an answer."""
         return 1.0 / max(point.latency_ms, 1e-6) if point.load.rate is not None else point.rate
 
-    def _ranked(self, choices: Sequence[Choice] | dict[Choice, TuningPoint]) -> list[Choice]:
-        known = [choice for choice in choices if choice in self._best]
-        return sorted(known, key=lambda choice: self._rank(self._best[choice]), reverse=True)
-
     def _rank(self, point: TuningPoint) -> tuple[bool, float]:
         kept = point.kept(self._goal.max_ms)
         return kept, self._score(point) if kept else -point.latency_ms
@@ -339,11 +347,11 @@ class TuningSearch:
             return self._score(here) > GAIN * self._score(there)
         return self._rank(here) > self._rank(there)
 
-    def _below(self, load: Load) -> Load | None:
-        """Return the next lower load of the ladder; None below the lowest, and for a load that was asked for."""
+    def _below(self, load: Load, rungs: int) -> Load | None:
+        """Return a lower load of the ladder; None below the lowest, and for a load that was asked for."""
         if self._goal.load is not None or load.concurrency is None or load.concurrency <= LADDER[0]:
             return None
-        return Load(concurrency=max(rung for rung in LADDER if rung < load.concurrency))
+        return Load(concurrency=LADDER[max(0, LADDER.index(load.concurrency) - rungs)])
 
     def _is_over(self) -> bool:
         return self._machine.spent_s >= self._goal.seconds * (1 - FINAL_SHARE)

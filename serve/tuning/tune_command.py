@@ -35,7 +35,7 @@ from halfserve.serve.tuning import TuningArgumentError, TuningError
 from halfserve.serve.tuning.config_edit import ConfigEdit, edited, read_text
 from halfserve.serve.tuning.recorded_points import RecordedPoints, circumstances_key
 from halfserve.serve.tuning.search import TuningGoal, TuningOutcome, TuningSearch
-from halfserve.serve.tuning.settings import SearchSpace, axes_of, configured
+from halfserve.serve.tuning.settings import configured
 from halfserve.serve.tuning.tuned_server import TunedServer, own_server
 from halfserve.serve.tuning.tuning_report import TuningReport, write_report
 
@@ -259,14 +259,7 @@ def _searched(
     for note in server.target.notes:  # the requests are tried before anything is loaded
         bar.note(note)
     cores = arguments.cores or usable_cores()
-    axes = [
-        axis
-        for index, config in enumerate(server.completed)
-        for axis in axes_of(
-            index, config, cores=cores, limit_ms=goal.max_ms, rows=server.fewest_rows, precisions=server.precisions(index)
-        )
-    ]
-    space = SearchSpace(models=server.models, axes=tuple(axes), start=server.start, cores=cores)
+    space = server.space(cores, goal.max_ms)
     facts: list[str | bytes] = [arguments.address or "", str(cores), str(goal.percent), str(server.processes), *options]
     facts += [base.SerializeToString(deterministic=True) for base in (*server.bases, *server.completed)]
     facts += [request.SerializeToString(deterministic=True) for _, request in server.target.requests]

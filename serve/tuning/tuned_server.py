@@ -27,7 +27,7 @@ from halfserve.serve.engine.backend import ONNX
 from halfserve.serve.engine.ensembles.graph import is_ensemble, step_models
 from halfserve.serve.tuning import TuningArgumentError, TuningError
 from halfserve.serve.tuning.search import RefusedSettingsError, TuningPoint
-from halfserve.serve.tuning.settings import Choice, TunedSettings, configured, settings_of
+from halfserve.serve.tuning.settings import Choice, SearchSpace, TunedAxis, TunedSettings, axes_of, configured, settings_of
 
 LOAD_S = 600.0  # time limit of a load request
 STOP_S = 30.0
@@ -113,19 +113,13 @@ class TunedServer:
             self._target = LoadTarget(self._address, [self._model], self._requests)
         return self._target
 
-    def precisions(self, index: int) -> list[str]:
-        """Return values of the precision that differ here in what is computed, of which a passed verdict allows each."""
-        config, now = self.completed[index], self.start[index]
-        if config.backend != ONNX.backend or _reported(config, "certificate") != "passed":
-            return []
-        found = {_computed(config): now.precision}
-        for precision in HALVES:
-            try:
-                self.load(index, replace(now, precision=precision))
-            except RefusedSettingsError:
-                continue
-            found.setdefault(_computed(self._client.model_config(self.models[index], "")), precision)
-        return list(found.values())
+    def space(self, cores: int, limit_ms: float) -> SearchSpace:
+        """Return what may be tried with so many cores and this latency limit."""
+        axes: list[TunedAxis] = []
+        for index, config in enumerate(self.completed):
+            found = self._precisions(index)
+            axes += axes_of(index, config, cores=cores, limit_ms=limit_ms, rows=self.fewest_rows, precisions=found)
+        return SearchSpace(models=self.models, axes=tuple(axes), start=self.start, cores=cores)
 
     def load(self, index: int, settings: TunedSettings) -> None:
         """Load a model with settings. Raises RefusedSettingsError: the server refuses them, and serves as before."""
@@ -184,6 +178,20 @@ class TunedServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _precisions(self, index: int) -> list[str]:
+        """Return values of the precision that differ here in what is computed, of which a passed verdict allows each."""
+        config, now = self.completed[index], self.start[index]
+        if config.backend != ONNX.backend or _reported(config, "certificate") != "passed":
+            return []
+        found = {_computed(config): now.precision}
+        for precision in HALVES:
+            try:
+                self.load(index, replace(now, precision=precision))
+            except RefusedSettingsError:
+                continue
+            found.setdefault(_computed(self._client.model_config(self.models[index], "")), precision)
+        return list(found.values())
 
 
 def _require_tunable(name: str, config: ModelConfig) -> None:
