@@ -87,6 +87,12 @@ STAGES = {
         extra="bench",
         configurable=True,
     ),
+    "tune": Stage(
+        module="halfserve.serve.tuning.tune_command",
+        help="Find a model's best settings within a latency limit.",
+        extra="bench",
+        configurable=True,
+    ),
     "conformance": Stage(
         module="halfserve.conformance.conformance_command", help="Check a server against the Open Inference Protocol."
     ),

@@ -111,7 +111,7 @@ def curves_of(report: BenchmarkReport) -> dict[str, list[Level]]:
 
 def throughput_latency(curves: Curves) -> str:
     """Plot the latencies p50 and p99 against the throughput reached, with one point per load."""
-    figure, axes = _figure("throughput [requests/s]; the numbers are the loads", "latency [ms]")
+    figure, axes = new_figure("throughput [requests/s]; the numbers are the loads", "latency [ms]")
     for (name, levels), color in zip(curves.items(), cycle(PALETTE), strict=False):
         rates = [level.requests_per_second for level in levels]
         axes.plot(rates, [level.latency.p99 for level in levels], "s--", color=color, label=f"{name}, p99")
@@ -121,12 +121,12 @@ def throughput_latency(curves: Curves) -> str:
             axes.annotate(text, (rate, level.latency.p99), (0, 6), textcoords="offset points", ha="center", fontsize=8)
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
-    return _svg(figure, axes)
+    return as_svg(figure, axes)
 
 
 def latency_percentiles(curves: Curves) -> str:
     """Plot latency against the percentile, as 1 - percentile on a log axis: each decade is one more nine."""
-    figure, axes = _figure("percentile", "latency [ms]")
+    figure, axes = new_figure("percentile", "latency [ms]")
     lines = [(f"{name}, {level.load.text}", level) for name, levels in curves.items() for level in levels]
     most = max(level.requests for _, level in lines)
     for (label, level), color in zip(lines, cycle(PALETTE), strict=False):
@@ -138,7 +138,7 @@ def latency_percentiles(curves: Curves) -> str:
     axes.set_xticks(decades, [f"{100 * (1 - 1 / d):.6g} %" for d in decades])
     axes.minorticks_off()
     axes.set_yscale("log")
-    return _svg(figure, axes)
+    return as_svg(figure, axes)
 
 
 def over_time(curves: Curves) -> str | None:
@@ -151,14 +151,14 @@ def over_time(curves: Curves) -> str | None:
     ]
     if not lines:
         return None
-    figure, axes = _figure("time since the load began [s]", "throughput [requests/s]")
+    figure, axes = new_figure("time since the load began [s]", "throughput [requests/s]")
     for (label, windows), color in zip(lines, cycle(PALETTE), strict=False):
         edges = np.cumsum([0.0, *(window.seconds for window in windows)])
         rates = [window.latency.total / window.seconds for window in windows]
         axes.stairs(rates, edges, color=color, label=label, baseline=None)
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
-    return _svg(figure, axes)
+    return as_svg(figure, axes)
 
 
 def _whole(windows: Sequence[LoadStatistics]) -> list[LoadStatistics]:
@@ -177,17 +177,18 @@ def server_split(curves: Curves) -> str | None:
     ]
     if not lines:
         return None
-    figure, axes = _figure("load", "mean time in the server [ms]")
+    figure, axes = new_figure("load", "mean time in the server [ms]")
     places, bottom = np.arange(len(lines)), np.zeros(len(lines))
     for stage, color in STAGES.items():
         heights = np.array([split[stage] or 0.0 for _, split in lines])
         axes.bar(places, heights, bottom=bottom, color=color, label=stage.replace("_", " "), width=0.6)
         bottom += heights
     axes.set_xticks(places, [label for label, _ in lines], fontsize=8)
-    return _svg(figure, axes)
+    return as_svg(figure, axes)
 
 
-def _figure(x_label: str, y_label: str) -> tuple[Figure, Axes]:
+def new_figure(x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    """Return a figure of a page, with one panel."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     FigureCanvasSVG(figure)
     axes = figure.subplots()
@@ -196,7 +197,8 @@ def _figure(x_label: str, y_label: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _svg(figure: Figure, axes: Axes) -> str:
+def as_svg(figure: Figure, axes: Axes) -> str:
+    """Return a figure as an element of a page, the same at each call."""
     axes.legend(frameon=False, fontsize=8)
     tidy(axes)
     text = io.StringIO()
@@ -225,11 +227,11 @@ def page(report: BenchmarkReport) -> str:
         f"<p><code>{escape(report.command)}</code></p>",
         *([] if report.captured is None else [f"<p>{escape(report.captured.text)}</p>"]),
         *(f'<p class="warning">{escape(line)}</p>' for line in report.doubts()),
-        *(_table(table) for table in tables(report)),
+        *(html_table(table) for table in tables(report)),
         *(f"<p>{escape(line)}</p>" for line in report.failures()),
         *_section("Throughput and latency", throughput_latency(curves)),
         *_section("Latency, percentile by percentile", latency_percentiles(curves)),
-        *(_table(percentiles_table(name, levels)) for name, levels in curves.items()),
+        *(html_table(percentiles_table(name, levels)) for name, levels in curves.items()),
         *(_section("Where the time goes in the server", split) if split else []),
         *(_section("Throughput over time", timeline) if timeline else []),
     ]
@@ -241,7 +243,8 @@ def _section(heading: str, svg: str) -> list[str]:
     return [f"<h2>{escape(heading)}</h2>", svg]
 
 
-def _table(table: Table) -> str:
+def html_table(table: Table) -> str:
+    """Return a table of the terminal as an element of a page."""
     text = io.StringIO()
     text.write(f"<table><caption>{escape(str(table.title))}</caption><tr>")
     text.writelines(f"<th>{escape(str(column.header))}</th>" for column in table.columns)

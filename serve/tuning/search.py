@@ -1,0 +1,366 @@
+"""The search for the settings with the highest throughput within a latency limit.
+
+A model of latency proposes candidates; successive halving keeps the best; from these, one setting at a time is moved while that
+helps; the finalists and the settings in force are measured again in turn, and the medians decide. Time is what measurements
+have cost, so that a search over recorded measurements takes the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Protocol
+
+from halfserve.serve.benchmark.level import Load
+from halfserve.serve.tuning import TuningError
+from halfserve.serve.tuning.batch_model import BatchModel
+from halfserve.serve.tuning.settings import Choice, SearchSpace, SettingValue, choice_text
+
+LADDER = tuple(sorted({*(2**n for n in range(11)), *(3 * 2**n for n in range(10))}))  # requests in flight: 1, 2, 3, 4, 6, 8
+STRIDE = 2  # rungs of the ladder in one step: a factor of 2
+GAIN = 1.02  # a choice is better than another, or than the one in force, from this ratio of throughputs on
+SATURATED = 1.03  # more requests in flight that raise the throughput by less are not worth their latency
+CANDIDATES = 8
+SURVIVORS = 2
+FINALISTS = 3
+ROUNDS = 3
+LOWERINGS = 4  # loads at which a finalist is measured, each below the one before: by 1, 2 and 4 rungs
+FINAL_SHARE = 0.25  # of the time, for the finalists
+MEASUREMENTS = 500  # in the whole time, about; each is so long, within these seconds
+SHORTEST_S, LONGEST_S = 0.15, 2.0
+FAR = 4.0  # times the limit: more load than reaches this teaches nothing
+
+
+class RefusedSettingsError(Exception):
+    """The server refuses a choice; the text has its reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningPoint:
+    """One measurement of one choice under one load."""
+
+    choice: Choice
+    load: Load
+    rate: float  # successful requests per second
+    latency_ms: float  # at the percentile of the limit
+    failed: int = 0  # failed requests
+    batch_rows: float | None = None  # mean rows of a batch; None if the server does not say
+    compute_ms: float | None = None  # mean time of a batch
+
+    def kept(self, limit_ms: float) -> bool:
+        """Return whether the limit is kept, without a failed request and with nearly the rate asked for."""
+        fast_enough = self.load.rate is None or self.rate >= 0.95 * self.load.rate
+        return self.failed == 0 and self.latency_ms <= limit_ms and fast_enough
+
+
+class TunedMachine(Protocol):
+    """What is tuned."""
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds that all measurements have taken so far, with the loads of settings."""
+
+    def measure(self, choice: Choice, load: Load, seconds: float, number: int) -> TuningPoint:
+        """Measure; `number` tells repeated measurements apart. Raises RefusedSettingsError."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningGoal:
+    """What is searched for."""
+
+    max_ms: float  # latency limit in milliseconds
+    percent: float = 99.0  # percentage of requests that must be within it
+    seconds: float = 300.0  # time for the search
+    load: Load | None = None  # the only load to measure; None to find the highest one for each choice
+    rows: int = 1  # rows of a request
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningOutcome:
+    """The result of a search.
+
+    Attributes:
+        points: all measurements, in their order.
+        start: medians of the choice in force; None if the server refuses it.
+        best: medians of the chosen settings, which are those in force unless others are better by `GAIN`; None if no choice
+            keeps the limit.
+        refused: reasons of refusals, by choice.
+        ended_early: whether the time was over before the search was.
+    """
+
+    points: Sequence[TuningPoint]
+    start: TuningPoint | None
+    best: TuningPoint | None
+    refused: dict[Choice, str] = field(default_factory=dict)
+    ended_early: bool = False
+
+    @property
+    def nearest(self) -> TuningPoint:
+        """The measurement with the lowest latency."""
+        return min(self.points, key=lambda point: (point.failed > 0, point.latency_ms))
+
+    def front(self) -> list[TuningPoint]:
+        """Return the Pareto front: points that no other point exceeds in throughput at a latency as low, by rising latency."""
+        found: list[TuningPoint] = []
+        for point in sorted(self.points, key=lambda one: (one.latency_ms, -one.rate)):
+            if not point.failed and (not found or point.rate > found[-1].rate):
+                found.append(point)
+        return found
+
+
+class TuningSearch:
+    """One search; `say` gets a line whenever something better was found."""
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        machine: TunedMachine,
+        goal: TuningGoal,
+        say: Callable[[str], None] = lambda _: None,
+        *,
+        window_s: float | None = None,
+    ) -> None:
+        """`window_s`: seconds of the shortest measurements; None for what the goal's time allows."""
+        self._space = space
+        self._machine = machine
+        self._goal = goal
+        self._say = say
+        self._model = BatchModel()
+        self._points: list[TuningPoint] = []
+        self._best: dict[Choice, TuningPoint] = {}  # the best point of each measured choice
+        self._longest: dict[Choice, float] = {}  # seconds of a measurement of each choice, the last time
+        self._refused: dict[Choice, str] = {}
+        self._shown: TuningPoint | None = None
+        self.window_s = window_s or min(LONGEST_S, max(SHORTEST_S, goal.seconds / MEASUREMENTS))
+
+    def run(self) -> TuningOutcome:
+        """Search. Raises TuningError: the server refuses the settings in force."""
+        start = self._space.start
+        self._learn()
+        self.try_choice(start)
+        if start in self._refused:
+            raise TuningError(f"the server refuses the settings in force: {self._refused[start]}")
+        seconds = self.window_s
+        candidates = [start, *self._proposed()][:CANDIDATES]
+        while len(candidates) > SURVIVORS and not self._is_over():
+            for choice in candidates:
+                self.try_choice(choice, seconds=seconds)
+            candidates = self.ranked(candidates)[: max(SURVIVORS, len(candidates) // 2)]
+            seconds *= 2 if len(candidates) > SURVIVORS else 1
+        seconds = self.window_s
+        before: list[Choice] = []
+        while not self._is_over() and (ranked := self.ranked(self._best)[:SURVIVORS]) != before and seconds <= LONGEST_S:
+            for choice in ranked:
+                self._climb(choice, seconds)
+            # Longer measurements, as long as they change which choices are the best.
+            before, seconds = ranked, seconds * 2
+        ended_early = self._is_over()
+        ranked = [choice for choice in self.ranked(self._best) if self._best[choice].kept(self._goal.max_ms)]
+        contenders = self.in_turn([*dict.fromkeys([*ranked[:FINALISTS], start])] if ranked else [])
+        in_force = contenders.get(start, self._best.get(start))
+        kept = [point for point in contenders.values() if point.kept(self._goal.max_ms)]
+        best = max(kept, key=self._score, default=None)
+        if best and in_force and in_force.kept(self._goal.max_ms) and self._score(best) < GAIN * self._score(in_force):
+            best = in_force
+        return TuningOutcome(points=self._points, start=in_force, best=best, refused=self._refused, ended_early=ended_early)
+
+    def try_choice(self, choice: Choice, *, seconds: float | None = None) -> None:
+        """Find the highest load of a choice within the limit, from the load that the model of latency predicts."""
+        seconds = seconds or self.window_s
+        if choice in self._refused:
+            return
+        self._longest[choice] = seconds
+        try:
+            point = self._highest(choice, seconds)
+        except RefusedSettingsError as error:
+            self._refused[choice] = str(error)
+            self._best.pop(choice, None)
+            return
+        self._best[choice] = point
+        if point.kept(self._goal.max_ms) and (self._shown is None or self._score(point) > self._score(self._shown)):
+            self._shown = point
+            self._say(f"{point.rate:,.0f} requests/s, {point.latency_ms:.2f} ms: {choice_text(choice)}")
+
+    def in_turn(self, choices: Sequence[Choice]) -> dict[Choice, TuningPoint]:
+        """Measure choices that were tried, in turn, and return the medians; one that misses the limit gets less load."""
+        loads = {choice: self._best[choice].load for choice in choices if choice in self._best}
+        left_s = max(self._goal.seconds - self._machine.spent_s, self._goal.seconds * FINAL_SHARE / 2)
+        seconds = min(LONGEST_S, max(self.window_s, left_s / (2 * ROUNDS * max(1, len(loads)))))
+        found: dict[Choice, TuningPoint] = {}
+        for lowering in range(LOWERINGS):
+            rounds: dict[Choice, list[TuningPoint]] = {choice: [] for choice in loads}
+            for number in range(1, ROUNDS + 1):
+                for choice, load in loads.items():
+                    try:
+                        rounds[choice].append(self._measured(choice, load, seconds, number))
+                    except RefusedSettingsError as error:
+                        self._refused[choice] = str(error)
+            found |= {choice: _medians(points) for choice, points in rounds.items() if points}
+            missed = {
+                choice: load for choice, load in loads.items() if choice in found and not found[choice].kept(self._goal.max_ms)
+            }
+            if self._machine.spent_s > self._goal.seconds and len(missed) < len(found):
+                break
+            lower = {choice: self._below(load, 2**lowering) for choice, load in missed.items()}
+            loads = {choice: load for choice, load in lower.items() if load is not None}
+        return found
+
+    def ranked(self, choices: Sequence[Choice] | dict[Choice, TuningPoint]) -> list[Choice]:
+        """Return those that were tried, the best first."""
+        known = [choice for choice in choices if choice in self._best]
+        return sorted(known, key=lambda choice: self._rank(self._best[choice]), reverse=True)
+
+    @property
+    def best_point(self) -> TuningPoint | None:
+        """The best measured point that keeps the limit."""
+        ranked = self.ranked(self._best)
+        return self._best[ranked[0]] if ranked and self._best[ranked[0]].kept(self._goal.max_ms) else None
+
+    def _learn(self) -> None:
+        """Measure one copy with the largest batches and each number of threads, under rising load."""
+        if len(self._space.models) > 1 or self._goal.load is not None:
+            return
+        base = self._space.start
+        axes = {axis.name: axis for axis in self._space.axes}
+        for name, pick in (("instances", min), ("max_batch_size", max), ("delay_us", min)):
+            base = axes[name].set(base, pick(axes[name].values)) if name in axes else base
+        threads = axes["threads"].values if "threads" in axes else (base[0].threads,)
+        for value in threads:
+            choice = axes["threads"].set(base, value) if "threads" in axes else base
+            for in_flight in (1, 8, 64):
+                if not self._space.allows(choice) or self._is_over():
+                    break
+                try:
+                    point = self._measured(choice, Load(concurrency=in_flight), self.window_s)
+                except RefusedSettingsError as error:
+                    self._refused[choice] = str(error)
+                    break
+                if point.latency_ms > FAR * self._goal.max_ms:
+                    break
+
+    def _proposed(self) -> list[Choice]:
+        """Return the choices with the highest predicted throughput, one for each division of the cores first."""
+        if len(self._space.models) > 1:
+            return []
+        predicted: list[tuple[float, float, Choice]] = []
+        for choice in self._space.all():
+            found = self._model.predict(choice[0], self._goal.max_ms)
+            if found is not None and choice != self._space.start:
+                # Of choices with the same prediction, the one with the shortest delay and the smallest batch is tried first.
+                predicted.append((-found.rate, choice[0].delay_us + choice[0].max_batch_size, choice))
+        predicted.sort(key=lambda one: one[:2])
+        ordered = [choice for *_, choice in predicted]
+        first: dict[tuple[SettingValue, ...], Choice] = {}
+        for choice in ordered:
+            first.setdefault((choice[0].instances, choice[0].threads, choice[0].padded, choice[0].precision), choice)
+        return list(dict.fromkeys([*first.values(), *ordered]))
+
+    def _climb(self, choice: Choice, seconds: float) -> None:
+        """Move one setting at a time by one place, as long as that is better."""
+        self._measured_for(choice, seconds)
+        here, improved = choice, True
+        while improved:
+            improved = False
+            for other in [*self._filled(here), *self._space.neighbours(here)]:
+                if self._is_over():
+                    return
+                self._measured_for(other, seconds)
+                if other in self._best and here in self._best and self._beats(other, here):
+                    here, improved = other, True
+                    break
+
+    def _filled(self, choice: Choice) -> list[Choice]:
+        """Return the choice with the smallest batch that holds the rows of its batches: a full one need not wait for more."""
+        rows = self._best[choice].batch_rows if len(choice) == 1 and choice in self._best else None
+        for axis in self._space.axes:
+            if axis.name == "max_batch_size" and rows:
+                fitting = next((value for value in axis.values if int(value) >= round(rows)), None)
+                smaller = None if fitting is None else axis.set(choice, fitting)
+                return [smaller] if smaller not in (None, choice) and self._space.allows(smaller) else []
+        return []
+
+    def _measured_for(self, choice: Choice, seconds: float) -> None:
+        if self._longest.get(choice, 0.0) < seconds:
+            self.try_choice(choice, seconds=seconds)
+
+    def _highest(self, choice: Choice, seconds: float) -> TuningPoint:
+        limit_ms = self._goal.max_ms
+        if self._goal.load is not None:
+            return self._measured(choice, self._goal.load, seconds)
+        tried: dict[int, TuningPoint] = {}
+
+        def at(rung: int) -> TuningPoint:
+            if rung not in tried:
+                tried[rung] = self._measured(choice, Load(concurrency=LADDER[rung]), seconds)
+            return tried[rung]
+
+        rung = self._first_rung(choice)
+        point = at(rung)
+        if point.kept(limit_ms):
+            while rung + STRIDE < len(LADDER):
+                higher = at(rung + STRIDE)
+                if not higher.kept(limit_ms) or higher.rate < SATURATED * point.rate:
+                    break
+                rung, point = rung + STRIDE, higher
+        else:
+            while rung > 0 and not point.kept(limit_ms):
+                rung = max(0, rung - STRIDE)
+                point = at(rung)
+        if point.kept(limit_ms) and rung + 1 < len(LADDER):
+            at(rung + 1)
+        if rung > 0 and rung - 1 not in tried and point.kept(limit_ms) and rung == self._first_rung(choice):
+            at(rung - 1)
+        kept = [one for one in tried.values() if one.kept(limit_ms)]
+        return max(kept, key=lambda one: one.rate) if kept else min(tried.values(), key=lambda one: one.latency_ms)
+
+    def _first_rung(self, choice: Choice) -> int:
+        """Return the rung of the load to begin with: of an earlier measurement, the prediction, or the best choice so far."""
+        wanted = 2.0 * max(1, choice[0].max_batch_size // self._goal.rows)
+        known = self._best.get(choice) or self.best_point
+        predicted = self._model.predict(choice[0], self._goal.max_ms) if len(choice) == 1 else None
+        if choice not in self._best and predicted is not None:
+            wanted = max(1.0, predicted.in_flight / self._goal.rows)
+        elif known is not None:
+            wanted = known.load.amount
+        return min(range(len(LADDER)), key=lambda rung: abs(math.log(LADDER[rung] / wanted)))
+
+    def _measured(self, choice: Choice, load: Load, seconds: float, number: int = 0) -> TuningPoint:
+        point = self._machine.measure(choice, load, seconds, number)
+        self._points.append(point)
+        if len(choice) == 1:
+            self._model.learn(choice[0], point.batch_rows, point.compute_ms)
+        return point
+
+    def _score(self, point: TuningPoint) -> float:
+        """Throughput; at a rate, which all choices reach, the speed of an answer."""
+        return 1.0 / max(point.latency_ms, 1e-6) if point.load.rate is not None else point.rate
+
+    def _rank(self, point: TuningPoint) -> tuple[bool, float]:
+        kept = point.kept(self._goal.max_ms)
+        return kept, self._score(point) if kept else -point.latency_ms
+
+    def _beats(self, one: Choice, other: Choice) -> bool:
+        here, there = self._best[one], self._best[other]
+        if here.kept(self._goal.max_ms) and there.kept(self._goal.max_ms):
+            return self._score(here) > GAIN * self._score(there)
+        return self._rank(here) > self._rank(there)
+
+    def _below(self, load: Load, rungs: int) -> Load | None:
+        """Return a lower load of the ladder; None below the lowest, and for a load that was asked for."""
+        if self._goal.load is not None or load.concurrency is None or load.concurrency <= LADDER[0]:
+            return None
+        return Load(concurrency=LADDER[max(0, LADDER.index(load.concurrency) - rungs)])
+
+    def _is_over(self) -> bool:
+        return self._machine.spent_s >= self._goal.seconds * (1 - FINAL_SHARE)
+
+
+def _medians(points: Sequence[TuningPoint]) -> TuningPoint:
+    return replace(
+        points[0],
+        rate=median(point.rate for point in points),
+        latency_ms=median(point.latency_ms for point in points),
+        failed=sum(point.failed for point in points),
+    )

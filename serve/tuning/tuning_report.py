@@ -1,0 +1,137 @@
+"""The report of a tuning: as one object, as a table for the terminal, and as JSON or a page with its Pareto front.
+
+The JSON file holds one object: "model", "address" (null for a server of its own), "date", "command", "goal" {"percent",
+"max_ms"}, "models" (the tuned ones), "in_force" and "best" (medians, null if there is none), "nearest", "ended_early", "points"
+(all measurements), "front" (indices in "points"), "refused" [{"settings", "reason"}] and "changes" [{"path", "diff"}]. A
+measurement has "settings" (one object for each tuned model), "concurrency" or "rate", "requests_per_second", "latency_ms",
+"failed", "mean_batch_size" and "compute_ms".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from halfserve.files.atomic_files import atomic_file
+from halfserve.serve.tuning.config_edit import ConfigEdit
+from halfserve.serve.tuning.search import TuningGoal, TuningOutcome, TuningPoint
+from halfserve.serve.tuning.settings import Choice, choice_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningReport:
+    """Results of a tuning, and its conditions."""
+
+    model: str  # name of the model
+    models: Sequence[str]  # names of the tuned models: itself, or an ensemble's steps
+    address: str | None  # address of the server; None for one of the tuning's own
+    command: str  # command line
+    goal: TuningGoal  # the limit
+    outcome: TuningOutcome
+    edits: Sequence[ConfigEdit] = ()  # changes of files that the result asks for
+    notes: Sequence[str] = ()  # what to know of the result, one line each
+    date: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    @property
+    def title(self) -> str:
+        return f"{self.model}: p{self.goal.percent:g} within {self.goal.max_ms:g} ms"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object of the JSON file, as this module's docstring describes it."""
+        outcome = self.outcome
+        numbers = {id(point): number for number, point in enumerate(outcome.points)}
+        return {
+            "model": self.model,
+            "models": list(self.models),
+            "address": self.address,
+            "date": self.date.isoformat(timespec="seconds"),
+            "command": self.command,
+            "goal": {"percent": self.goal.percent, "max_ms": self.goal.max_ms},
+            "in_force": outcome.start and _json(outcome.start),
+            "best": outcome.best and _json(outcome.best),
+            "nearest": _json(outcome.nearest),
+            "ended_early": outcome.ended_early,
+            "points": [_json(point) for point in outcome.points],
+            "front": [numbers[id(point)] for point in outcome.front()],
+            "refused": [{"settings": _settings(choice), "reason": reason} for choice, reason in outcome.refused.items()],
+            "changes": [{"path": str(edit.path), "diff": edit.diff} for edit in self.edits if edit.diff],
+        }
+
+    def table(self) -> Table:
+        """Return the settings in force and the chosen ones, then the Pareto front."""
+        outcome = self.outcome
+        table = Table(title=self.title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+        for heading in ("", "settings", "load", "requests\n/s", f"p{self.goal.percent:g}\nms"):
+            table.add_column(heading, justify="left" if heading in ("", "settings") else "right")
+        named = {"in force": outcome.start, "best" if outcome.best else "nearest": outcome.best or outcome.nearest}
+        rows = [(name, point) for name, point in named.items() if point is not None]
+        for name, point in [*rows, *(("front", point) for point in outcome.front())]:
+            table.add_row(name, choice_text(point.choice), point.load.text, f"{point.rate:,.0f}", f"{point.latency_ms:.2f}")
+        return table
+
+
+def _settings(choice: Choice) -> list[dict[str, Any]]:
+    return [asdict(settings) for settings in choice]
+
+
+def _json(point: TuningPoint) -> dict[str, Any]:
+    return {
+        "settings": _settings(point.choice),
+        "concurrency": point.load.concurrency,
+        "rate": point.load.rate,
+        "requests_per_second": point.rate,
+        "latency_ms": point.latency_ms,
+        "failed": point.failed,
+        "mean_batch_size": point.batch_rows,
+        "compute_ms": point.compute_ms,
+    }
+
+
+def write_report(path: Path, report: TuningReport) -> None:
+    """Write a page to a path that ends in .html, else JSON. Raises OSError: it cannot be written; a file there stays."""
+    text = _page(report) if path.suffix == ".html" else json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n"
+    with atomic_file(path) as file:
+        file.write(text.encode())
+
+
+def _page(report: TuningReport) -> str:
+    from halfserve.serve.benchmark.page import STYLE, html_table  # noqa: PLC0415  (matplotlib is slow to import)
+
+    body = [
+        f"<h1>{escape(report.title)}</h1>",
+        f"<p>{escape(report.address or 'a server of its own')}, {report.date.isoformat(timespec='seconds')}</p>",
+        f"<p><code>{escape(report.command)}</code></p>",
+        *(f'<p class="warning">{escape(line)}</p>' for line in report.notes),
+        html_table(report.table()),
+        "<h2>Throughput and latency</h2>",
+        _front_plot(report),
+        *(f"<h2>{escape(str(edit.path))}</h2><pre>{escape(edit.diff)}</pre>" for edit in report.edits if edit.diff),
+    ]
+    head = f'<meta charset="utf-8"><title>{escape(report.title)}</title><style>{STYLE}</style>'
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(body) + "\n</body></html>\n"
+
+
+def _front_plot(report: TuningReport) -> str:
+    """Plot all measurements, the Pareto front, the limit, the settings in force and the chosen ones."""
+    from halfserve.serve.benchmark.page import BLUE, GREY, ORANGE, as_svg, new_figure  # noqa: PLC0415  (see _page)
+
+    outcome = report.outcome
+    figure, axes = new_figure("throughput [requests/s]", f"latency p{report.goal.percent:g} [ms]")
+    axes.scatter([p.rate for p in outcome.points], [p.latency_ms for p in outcome.points], s=9, color=GREY, label="measured")
+    front = outcome.front()
+    axes.plot([p.rate for p in front], [p.latency_ms for p in front], "o-", color=BLUE, label="Pareto front")
+    axes.axhline(report.goal.max_ms, color=ORANGE, linestyle="--", label="limit")
+    for name, point, marker in (("in force", outcome.start, "s"), ("best", outcome.best, "*")):
+        if point is not None:
+            axes.plot([point.rate], [point.latency_ms], marker, markersize=12, color=ORANGE, label=name)
+    axes.set_yscale("log")
+    axes.set_xlim(left=0)
+    return as_svg(figure, axes)

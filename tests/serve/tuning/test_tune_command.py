@@ -1,0 +1,216 @@
+"""`halfserve tune`, through the command's own entry, with real servers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import text_format
+
+from halfserve import Client
+from halfserve.cli import main
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.benchmark.level import Load
+from halfserve.serve.model_control.control_options import ControlMode
+from halfserve.serve.tuning import recorded_points, tune_command
+from halfserve.serve.tuning.search import TuningPoint
+from halfserve.serve.tuning.settings import Choice
+from halfserve.serve.tuning.tuned_server import TunedServer
+from tests.serve.ensemble_folders import CHAIN, save_add, save_ensemble
+from tests.serve.model_control.controlled import controlled_server
+from tests.serve.padded_models import save_masked_mean
+from tests.serve.running_server import RunningServer
+
+CONFIG = "# of the team\nmax_batch_size: 4  # rows\nparameters { key: 'foo' value { string_value: 'bar' } }\n"
+QUICK = ("--seconds", "0.5", "--cores", "1")
+UNREACHABLE, EASY = ("--max-latency-ms", "0.001"), ("--max-latency-ms", "10000")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    save_add(tmp_path / "models" / "one", 1)
+    (tmp_path / "models" / "one" / "config.pbtxt").write_text(CONFIG)
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def explicit(repository: Path) -> Iterator[RunningServer]:
+    with controlled_server(repository, ControlMode.EXPLICIT, load_at_start=("one",)) as server:
+        yield server
+
+
+def tune(*arguments: str | Path) -> int:
+    with pytest.raises(SystemExit) as finished:
+        main(["tune", *map(str, arguments)])
+    return int(finished.value.code or 0)
+
+
+def config_of(server: RunningServer) -> ModelConfig:
+    with Client(server.address) as client:
+        config: ModelConfig = client.model_config("one")
+    return config
+
+
+@pytest.mark.long
+def test_writes_what_was_measured_best_and_keeps_the_earlier_file(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, page = repository / "one" / "config.pbtxt", tmp_path / "tuning.html"
+    assert tune(path.parent, *EASY, *QUICK, "--apply", "--json", "--report", page, "--report", tmp_path / "a.json") == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found == json.loads((tmp_path / "a.json").read_text())
+    assert found["best"]["latency_ms"] <= 10_000
+    assert found["best"]["settings"][0]["max_batch_size"] >= 1
+    assert all(point["mean_batch_size"] and point["compute_ms"] for point in found["points"])
+    assert "Pareto front" in page.read_text()
+    written = text_format.Parse(path.read_text(), ModelConfig())
+    assert (written.max_batch_size, written.parameters["foo"].string_value) == (
+        found["best"]["settings"][0]["max_batch_size"],
+        "bar",
+    )
+    assert path.read_text().startswith("# of the team\n")
+    backup = path.with_name("config.pbtxt.bak")
+    assert (backup.read_text() if found["changes"] else path.read_text()) == CONFIG
+
+
+@pytest.mark.long
+def test_the_steps_of_an_ensemble_are_tuned_through_it(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_add(repository / "ten", 10)
+    save_ensemble(repository / "pipe", CHAIN, max_batch_size=4)
+    assert tune(repository / "pipe", *EASY, *QUICK, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["models"] == ["one", "ten"]
+    assert len(found["best"]["settings"]) == 2
+    # A step whose batches were smaller than the ensemble's would break the ensemble.
+    assert all(settings["max_batch_size"] >= 4 for settings in found["best"]["settings"])
+    assert (repository / "one" / "config.pbtxt").read_text() == CONFIG
+
+
+def test_a_limit_that_nothing_keeps_shows_the_nearest_and_writes_nothing(
+    explicit: RunningServer, repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = config_of(explicit)
+    report = tmp_path / "a.json"
+    assert tune(repository / "one", "--address", explicit.address, *UNREACHABLE, *QUICK, "--apply", "--report", report) == 1
+    assert "no settings keep p99 within 0.001 ms; the nearest reach" in capsys.readouterr().err
+    assert json.loads(report.read_text())["best"] is None
+    assert [one.name for one in (repository / "one").iterdir() if one.is_file()] == ["config.pbtxt"]
+    assert (repository / "one" / "config.pbtxt").read_text() == CONFIG
+    assert config_of(explicit) == before
+
+
+def test_an_interrupted_tuning_restores_the_server_and_goes_on(
+    explicit: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = config_of(explicit)
+    command = ("one", "--address", explicit.address, *EASY, *QUICK, "--json")
+    measure = TunedServer.measure
+    made: list[Choice] = []
+
+    def interrupted(self: TunedServer, choice: Choice, load: Load, seconds: float) -> TuningPoint:
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        made.append(choice)
+        return measure(self, choice, load, seconds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TunedServer, "measure", interrupted)
+        assert tune(*command) == 130
+    assert "the same command goes on from there" in capsys.readouterr().err
+    assert config_of(explicit) == before
+    machines: list[recorded_points.RecordedPoints] = []
+
+    class Watched(recorded_points.RecordedPoints):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            machines.append(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tune_command, "RecordedPoints", Watched)
+        assert tune(*command) == 0
+        first = json.loads(capsys.readouterr().out)
+        assert machines[0].reused == 4
+        assert tune(*command) == 0  # everything is known
+    again = json.loads(capsys.readouterr().out)
+    assert machines[1].reused == len(again["points"]) + len(again["refused"])
+    assert (first["best"], first["points"]) == (again["best"], again["points"])
+    assert config_of(explicit) == before
+
+
+def test_a_damaged_record_is_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    for content in (b"{", b"[]", b'{"a": {"spent_s": 1}}', b'{"a": {"spent_s": 1, "point": {"rate": 1}}}'):
+        path.write_bytes(content)
+        machine = recorded_points.RecordedPoints(path, _point, lambda: 0.0)
+        machine.measure((), Load(concurrency=1), 1.0, 0)
+        assert machine.reused == 0
+        assert recorded_points.RecordedPoints(path, _point, lambda: 0.0).measure((), Load(concurrency=1), 1.0, 0).rate == 7
+
+
+def test_a_record_that_cannot_be_written_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    machine = recorded_points.RecordedPoints(tmp_path / "file" / "record.json", _point, lambda: 0.0)
+    assert machine.measure((), Load(concurrency=1), 1.0, 0).rate == 7
+    assert "cannot be kept for a later run" in caplog.text
+
+
+def _point(choice: Choice, load: Load, seconds: float) -> TuningPoint:
+    return TuningPoint(choice=choice, load=load, rate=7.0, latency_ms=1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (("{models}/none",), 2, "not found; expected a model's folder in a repository, REPOSITORY/MODEL, or a model file"),
+        (("none", "--address", "127.0.0.1"), 2, "the address must be HOST:PORT"),
+        (("{models}/one", "--rate", "5", "--concurrency", "2"), 2, "--concurrency and --rate are two kinds of load"),
+        (("{models}/one", "--report", "report.txt"), 2, "--report report.txt: expected the name of a .html or .json file"),
+        (("{models}/one", "--report", "none/report.json"), 1, "--report none/report.json: there is no folder"),
+        (("{models}/one/1/model.onnx", "--apply"), 2, "--apply writes config.pbtxt of a model in a repository"),
+    ],
+)
+def test_bad_options_are_one_line_before_any_server_starts(
+    arguments: tuple[str, ...], code: int, text: str, repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune(*(argument.format(models=repository) for argument in arguments), *EASY) == code
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
+
+
+def test_a_config_that_cannot_be_written_is_found_before_measuring(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    assert tune(repository / "one", *EASY, "--apply") == 1
+    assert "is not writeable" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_served_is_the_servers_line(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (repository / "one" / "config.pbtxt").write_text("max_batch_sise: 4")
+    assert tune(repository / "one", *EASY, *QUICK) == 1
+    error = capsys.readouterr().err
+    assert "the server to measure did not start" in error
+    assert "max_batch_sise" in error
+
+
+def test_free_sizes_ask_for_shapes_and_leave_the_server_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_masked_mean(tmp_path / "texts" / "mean")
+    with controlled_server(tmp_path / "texts", ControlMode.EXPLICIT, load_at_start=("mean",)) as server:
+        assert tune("mean", "--address", server.address, *EASY) == 2
+        assert "choose with --shape tokens:N" in capsys.readouterr().err
+
+
+def test_a_server_that_loads_nothing_by_request_says_so(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with controlled_server(repository, ControlMode.NONE) as server:
+        assert tune("one", "--address", server.address, *EASY, *QUICK) == 1
+        assert "--model-control explicit" in capsys.readouterr().err
