@@ -284,6 +284,7 @@ def _verified(
         conversion=report,
         placement=None if isinstance(placement, str) else placement.to_json(),
         notes=(*samples.notes, *verification.notes),
+        origin=verification.origin,
     )
     certificate = certified(
         open_model(done.staged.path),

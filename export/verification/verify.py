@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -155,6 +155,7 @@ class CertificateDetails:
     conversion: SupportsToJson | None = None
     placement: Mapping[str, Any] | None = None
     notes: Sequence[str] = ()
+    origin: Mapping[str, str] = field(default_factory=dict)
 
 
 def certified(
@@ -203,6 +204,7 @@ def certified(
         conversion=None if details.conversion is None else details.conversion.to_json(),
         levels=own.runtime.levels,
         placement=None if details.placement is None else dict(details.placement),
+        origin=dict(details.origin),
     )
     if not certificate.passed:
         raise exceeded(certificate, comparison, own.sensitivity)
