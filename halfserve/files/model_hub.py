@@ -25,6 +25,7 @@ NAME = re.compile(rf"(?P<name>{_PART}/{_PART})(?:@(?P<revision>refs/(?:pr|conver
 OTHER_KINDS = ("datasets", "spaces", "buckets", "kernels")  # first words of hf:// URLs of what is no model
 DEFAULT_REVISION = "main"
 RECORDED = "config.json"  # fetched with each look at a revision, so that the cache knows the revision's commit
+CHATTY = ("httpx", "httpx2")  # at INFO these log each request
 LISTED = 6  # files that an error names
 ROUNDS = 3  # looks at a revision that moves meanwhile
 
@@ -91,11 +92,11 @@ def find_model(name: str, revision: str) -> HubModel:
                     raise
                 return _cached(hub, name, revision, error)
             files = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
-            commit = Path(hub.snapshot_download(name, revision=revision, allow_patterns=RECORDED)).name
-            if commit == info.sha:
-                return HubModel(
-                    name=name, revision=revision, commit=commit, endpoint=redacted(hub.constants.ENDPOINT), files=files
-                )
+            found = HubModel(
+                name=name, revision=revision, commit=info.sha, endpoint=redacted(hub.constants.ENDPOINT), files=files
+            )
+            if RECORDED not in files or found.commit == _recorded(hub, name, revision).name:
+                return found
     raise HubError(f"{name}: the revision {revision!r} moves while it is read; name a commit: {name}@COMMIT")
 
 
@@ -117,26 +118,28 @@ def fetch_files(model: HubModel, *groups: Sequence[str]) -> Path:
     return Path(folder)
 
 
-def folder_for_results(model: HubModel, key: str) -> Path:
-    """Return the folder below HF_HOME for what this program makes of a commit, by a key; it is made if missing.
+def folder_for_results(name: str, key: str) -> Path:
+    """Return the folder below HF_HOME for what this program makes of a model, by a key such as its commit; made if missing.
 
     Raises:
         HubError: It cannot be made.
     """
-    hub = _library(model.name)
-    with _told(hub, model.name, model.revision):
-        return Path(hub.cached_assets_path("halfserve", namespace=model.name, subfolder=key))
+    hub = _library(name)
+    with _told(hub, name, key):
+        return Path(hub.cached_assets_path("halfserve", namespace=name, subfolder=key))
 
 
-def _library(name: str) -> ModuleType:
+def _library(model: str) -> ModuleType:
     try:
         import huggingface_hub.constants  # noqa: PLC0415  (an extra, and slow to import)
         import huggingface_hub.errors  # noqa: PLC0415  (see above)
         import huggingface_hub.utils  # noqa: PLC0415  (see above)
     except ModuleNotFoundError:
-        raise HubError(f"{name}: what reads models of a hub is not installed; {install_hint('hf-hub')}") from None
+        raise HubError(f"{model}: what reads models of a hub is not installed; {install_hint('hf-hub')}") from None
     # Its warnings and bars would come between the lines of a command, which says what it fetches by itself.
-    logging.getLogger(huggingface_hub.__name__).setLevel(logging.ERROR)
+    huggingface_hub.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
     huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]  # (public, by its documentation)
     return huggingface_hub
 
@@ -148,10 +151,15 @@ def _is_away(hub: Any, error: Exception) -> bool:
     return not isinstance(error, hub.errors.HFValidationError)  # a name that the hub does not allow
 
 
+def _recorded(hub: Any, name: str, revision: str, *, is_away: bool = False) -> Path:
+    """Return the folder of a revision's commit in the cache."""
+    return Path(hub.snapshot_download(name, revision=revision, allow_patterns=RECORDED, local_files_only=is_away))
+
+
 def _cached(hub: Any, name: str, revision: str, error: Exception) -> HubModel:
     why = _away(hub, error)
     try:
-        folder = Path(hub.snapshot_download(name, revision=revision, allow_patterns=RECORDED, local_files_only=True))
+        folder = _recorded(hub, name, revision, is_away=True)
     except hub.errors.LocalEntryNotFoundError:
         raise HubError(
             f"{why}, and {name}@{revision} is not in this machine's cache ({hub.constants.HF_HUB_CACHE}); {_cure(hub, error)}"
