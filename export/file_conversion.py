@@ -286,6 +286,7 @@ def _verified(
         placement=None if isinstance(placement, str) else placement.to_json(),
         notes=(*samples.notes, *verification.notes),
         traffic=samples.traffic,
+        origin=verification.origin,
     )
     certificate = certified(
         open_model(done.staged.path),

@@ -132,6 +132,7 @@ def export_verified(
     policy: Policy,
     record: Record | None = None,
     metadata: Mapping[str, str] | None = None,
+    origin: Mapping[str, str] | None = None,
     key: SigningKey | None = None,
     progress: Callable[[str], None] = lambda _: None,
     beside: Beside = nothing_beside,
@@ -139,7 +140,7 @@ def export_verified(
     """Export a module to a repository target; see `export_module`.
 
     A copy in float32 takes the place of a module that holds half-precision weights. `metadata` are more entries for the
-    model's, `beside` makes more files of the certificate.
+    model's, `origin` is what the certificate says of the source, `beside` makes more files of the certificate.
 
     Raises:
         BudgetExceeded: The converted model is over budget; nothing was written.
@@ -173,6 +174,7 @@ def export_verified(
             labels=None if samples.labels is None else samples.labels.numpy(force=True),
             record=record,
             task=None if target.task is None else target.task.judge,
+            origin=origin or {},
             key=key,
         )
         return Certified(**vars(convert_verified(source, target, settings, verification, progress=progress, beside=beside)))

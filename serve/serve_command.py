@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
@@ -21,6 +22,7 @@ from halfserve.serve.engine.resource_limits import FEWEST_FILES, allow_more, mos
 from halfserve.serve.fleet.launch.supervision import become_supervisor, check_room
 from halfserve.serve.fleet.member.handover import LOST_DEVICE_CODE
 from halfserve.serve.fleet.member.supervisor_link import SupervisorLink, take_over
+from halfserve.serve.hub_models import place_of
 from halfserve.serve.log_handler import LineFormat, log_to_standard_error
 from halfserve.serve.options.as_triton import AsTriton
 from halfserve.serve.options.computing import Batching, Computing, Ending
@@ -32,6 +34,7 @@ from halfserve.serve.process import ignore_hang_up, leave_at_once, leave_threads
 from halfserve.serve.security.security_options import SecurityError
 from halfserve.serve.server import LostDeviceError, ServerOptions, addresses
 from halfserve.serve.startup_report import StartupReport, log_restart, log_start, print_json, print_text, report_startup
+from halfserve.serve.storage.storage_options import ObjectStorage
 from halfserve.serve.transports.listening import BindError
 from halfserve.serve.transports.transport import TransportName
 
@@ -47,7 +50,7 @@ def serve(
         typer.Argument(
             metavar="PATH",
             help="A model repository folder, or one .onnx, .xml or .pt2 file; or the URL of one in object storage, such as "
-            "s3://bucket/models.",
+            "s3://bucket/models, or hf://ORG/NAME of the Hugging Face Hub.",
         ),
     ],
     more_paths: Annotated[
@@ -113,9 +116,13 @@ def serve(
     log_to_standard_error(log_format, options.observe.process)
     report = _report_of(options, link, as_json=as_json or log_format is LineFormat.JSON)
     with _failures_logged_as(log_format):
+        replaced = {}
+        if isinstance(options.path, ObjectStorage):
+            place, replaced[path] = place_of(options.path)
+            options = replace(options, path=place)
         if becomes_supervisor:
             check_room(count)
-            become_supervisor(addresses(options), count, log_format)
+            become_supervisor(addresses(options), count, log_format, replaced)
         _check_device(required=computing.require_gpu)
         with errors_as_in_triton(as_triton.triton_errors):
             _run(options, partial(report_startup, report), link, models.trust())

@@ -140,8 +140,9 @@ def test_a_module_has_one_name(folder: str) -> None:
 def test_contracts_and_files_need_protobuf_and_numpy_alone() -> None:
     paths = (ROOT / "installation.py", *files("files"), *(path for path in files("protos") if path.name != "generate.py"))
     outside = {m.split(".")[0] for path in paths for m in imported(path)}
-    # ml_dtypes gives numpy its bfloat16, fsspec opens object storage, S3 by s3fs over aiobotocore, cryptography signs
-    # certificates, and Pillow (PIL) decodes pictures; they are imported when such a tensor, URL, key or picture is met.
+    # ml_dtypes gives numpy its bfloat16, fsspec opens object storage, S3 by s3fs over aiobotocore, huggingface_hub reads models
+    # of a hub, cryptography signs certificates, and Pillow (PIL) decodes pictures; they are imported when such a tensor,
+    # URL, name, key or picture is met.
     ours = {
         "files",
         "installation",
@@ -153,6 +154,7 @@ def test_contracts_and_files_need_protobuf_and_numpy_alone() -> None:
         "s3fs",
         "aiobotocore",
         "cryptography",
+        "huggingface_hub",
         "PIL",
     }
     assert {name for name in outside - ours if name not in sys.stdlib_module_names} == set()

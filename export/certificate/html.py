@@ -13,7 +13,14 @@ from xml.sax.saxutils import escape, quoteattr
 
 from halfserve.export.certificate.budget import unit_of
 from halfserve.export.certificate.certificate import Certificate
-from halfserve.export.certificate.table import accuracy_text, agreement_cell, kind_lines, sizes_text, worst_verdicts
+from halfserve.export.certificate.table import (
+    accuracy_text,
+    agreement_cell,
+    kind_lines,
+    origin_text,
+    sizes_text,
+    worst_verdicts,
+)
 from halfserve.export.certificate.verdicts import OutputVerdict, Plot, PrecisionVerdict
 from halfserve.export.half_types import HALF_TYPES
 
@@ -175,6 +182,7 @@ def _facts(certificate: Certificate) -> str:
     facts["size"] = f"{certificate.onnx_bytes:,} bytes"
     if certificate.reference_bytes:
         facts["size"] += f", {certificate.onnx_bytes / certificate.reference_bytes:.0%} of float32's"
+    facts["origin"] = origin_text(certificate)
     facts["sizes tried"] = sizes_text(certificate)
     if certificate.accuracy is not None:
         facts["accuracy"] = accuracy_text(certificate.accuracy)

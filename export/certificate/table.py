@@ -79,6 +79,11 @@ def sizes_text(certificate: Certificate) -> str:
     return "; ".join(f"{name} {', '.join(map(str, sizes))}" for name, sizes in certificate.sizes.items())
 
 
+def origin_text(certificate: Certificate) -> str:
+    """Return the hub, name, revision and commit of a model that was fetched; empty for a model from a disk."""
+    return " ".join(f"{name} {value}" for name, value in certificate.origin.items())
+
+
 def kind_lines(verdict: PrecisionVerdict) -> Iterator[str]:
     """Yield one line for each kind of columns: its columns, its scale and its largest error."""
     for output in verdict.outputs:
@@ -98,6 +103,8 @@ def _facts(certificate: Certificate) -> Iterator[str]:
     if certificate.reference_bytes:
         share = certificate.onnx_bytes / certificate.reference_bytes
         yield f"size      {certificate.onnx_bytes:,} bytes, {share:.0%} of float32's {certificate.reference_bytes:,}"
+    if certificate.origin:
+        yield f"origin    {origin_text(certificate)}"
     if certificate.sizes:
         yield f"tried     {sizes_text(certificate)}"
     yield from _results(certificate)

@@ -50,8 +50,9 @@ def export(
     source: Annotated[
         str,
         typer.Argument(
-            help="A checkpoint of halfserve train, a Hugging Face folder, MODULE:FACTORY of a function that returns the "
-            "module, timm:NAME or torchvision:NAME, or a .pt2 of torch.export.save.",
+            help="A checkpoint of halfserve train, a Hugging Face folder, ORG/NAME[@REVISION] of the Hugging Face Hub, "
+            "MODULE:FACTORY of a function that returns the module, timm:NAME or torchvision:NAME, or a .pt2 of "
+            "torch.export.save.",
             show_default=False,
         ),
     ],
@@ -87,7 +88,7 @@ def export(
 
     Example: halfserve export runs/digits/checkpoint.pt --repository models
 
-    Example: halfserve export all-MiniLM-L6-v2 --task embeddings --repository models
+    Example: halfserve export sentence-transformers/all-MiniLM-L6-v2 --repository models
 
     Example: halfserve export timm:resnet50 --weights weights.pth --repository models
 
@@ -104,7 +105,7 @@ def export(
 
     def work(progress: Callable[[str], None]) -> Certified:
         progress("reading the model")
-        opened = open_source(source, origin)
+        opened = open_source(source, origin, progress)
         return export_verified(
             opened.module,
             opened.samples,
@@ -115,6 +116,7 @@ def export(
             policy=opened.policy,
             record=opened.record,
             metadata=opened.metadata,
+            origin=opened.origin,
             key=key,
             progress=progress,
             beside=beside,

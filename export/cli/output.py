@@ -32,7 +32,7 @@ LISTED = 8  # entries of a list within a line
 NODES_SHOWN = 40  # nodes of a search
 COSTS = ("alone", "at\noutputs", "casts", "bytes")  # columns of a search's nodes
 SECONDS_BETWEEN_LINES = 10.0
-SEARCH = "searching"  # a search may take long, so its first line appears at once
+LONG_STEPS = ("fetching", "searching")  # these may take long, so their first lines appear at once
 
 
 def run_explained(work: Callable[..., Converted]) -> Converted:
@@ -338,16 +338,17 @@ def progress_on(console: Console) -> Iterator[Callable[[str], None]]:
 
 
 class ProgressLines:
-    """Prints the first step of a search, and any step at least 10 s after the last line or the start."""
+    """Prints the first step of a download or a search, and any step at least 10 s after the last line or the start."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
-        self._last, self._searching = clock(), False
+        self._last, self._begun = clock(), set[str]()
 
     def __call__(self, step: str) -> None:
-        first_of_search = step.startswith(SEARCH) and not self._searching
-        self._searching |= first_of_search
+        kind = step.partition(" ")[0]
+        is_first = kind in LONG_STEPS and kind not in self._begun
+        self._begun.add(kind)
         now = self._clock()
-        if first_of_search or now - self._last >= SECONDS_BETWEEN_LINES:
+        if is_first or now - self._last >= SECONDS_BETWEEN_LINES:
             self._last = now
             self._console.print(Text(step), soft_wrap=True)

@@ -19,6 +19,7 @@ from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.module_pipeline import EXAMPLES
 from halfserve.export.repository.version_writer import FACTORY
 from halfserve.export.samples import Samples, take_samples
+from halfserve.export.sources.hub import open_hub_model
 from halfserve.export.sources.image_libraries import LIBRARIES, open_named_model
 from halfserve.export.sources.python_modules import open_exported_program, open_factory, open_pickled_module
 from halfserve.export.sources.sample_files import array_samples
@@ -26,40 +27,48 @@ from halfserve.export.sources.source import Source, factory_name
 from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.to_onnx.capture import run
 from halfserve.export.to_onnx.forward_call import call_of
+from halfserve.files.model_hub import model_name
 from halfserve.protos.captured_traffic import is_capture
 
 # Windows paths have one letter before the colon.
 FACTORY_NAME = re.compile(r"\w[\w.]+:\w[\w.]*")
+# A missing path that ends so is a file with a typing error, and no model of the hub.
+MODEL_SUFFIXES = (".bin", ".onnx", ".pkl", ".pt", ".pt2", ".pth", ".safetensors")
 
 
-def open_source(argument: str, options: SourceOptions) -> Source:
+def open_source(argument: str, options: SourceOptions, progress: Callable[[str], None] = lambda _: None) -> Source:
     """Return the model that a command's argument names.
 
     Args:
-        argument: `MODULE:FACTORY`, `timm:NAME`, `torchvision:NAME`, a Hugging Face folder, a checkpoint of `halfserve train`, a
-            `.pt2`, or with `trust_pickle` a pickled module.
+        argument: `MODULE:FACTORY`, `timm:NAME`, `torchvision:NAME`, a Hugging Face folder, `ORG/NAME[@REVISION]` of the Hugging
+            Face Hub where no folder has that name, a checkpoint of `halfserve train`, a `.pt2`, or with `trust_pickle` a
+            pickled module.
         options: The user's options for the source.
+        progress: Called with each step before it begins.
 
     Raises:
         ExportError: It cannot be read, is something else, or lacks samples; the text says what would work.
         UsageError: An option is given that this kind of source does not take.
     """
     try:
-        return _opened(argument, options)
+        return _opened(argument, options, progress)
     except WeightsError as error:
         raise ExportError(str(error)) from error
 
 
-def _opened(argument: str, options: SourceOptions) -> Source:
+def _opened(argument: str, options: SourceOptions, progress: Callable[[str], None]) -> Source:
     path = Path(argument)
     if not path.exists() and FACTORY_NAME.fullmatch(argument):
         _require_no(argument, task=options.task)
         is_named = argument.partition(":")[0] in LIBRARIES
         return open_named_model(argument, options) if is_named else open_factory(argument, options)
     if not path.exists():
+        if path.suffix not in MODEL_SUFFIXES and (named := model_name(argument)) is not None:
+            _require_no(argument, weights=options.weights)
+            return open_hub_model(argument, *named, options, progress)
         raise ExportError(
             f"there is no file or folder {argument}, and it is no MODULE:FACTORY; expected one of these, such as "
-            "checkpoint.pt, my_package.model:build or a Hugging Face folder"
+            "checkpoint.pt, my_package.model:build, a Hugging Face folder or ORG/NAME of the Hugging Face Hub"
         )
     _require_no(argument, weights=options.weights)
     if path.is_dir():

@@ -33,6 +33,7 @@ class Source:
         record: The record of its training.
         metadata: Entries for the metadata of the ONNX model.
         task: The task of the model; None if only its outputs are known.
+        origin: Where it was fetched from, for the certificate; empty for a model on this disk.
     """
 
     module: nn.Module
@@ -43,6 +44,7 @@ class Source:
     record: Record | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     task: Task | None = None
+    origin: Mapping[str, str] = field(default_factory=dict)
 
 
 def factory_name(factory: str) -> str:

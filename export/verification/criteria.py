@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from halfserve.export.half_types import HalfName
@@ -59,9 +59,11 @@ class Verification(Criteria):
     Attributes:
         samples: Makes or loads the samples for a model, with a note on them.
         notes: Remarks for the certificate, beside the samples' own.
+        origin: Where the float32 model was fetched from; see `Certificate`.
         key: Signs the certificate; None leaves it unsigned.
     """
 
     samples: Callable[[ModelFile], SampleSet]
     notes: tuple[str, ...] = ()
+    origin: Mapping[str, str] = field(default_factory=dict)
     key: SigningKey | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -159,6 +159,7 @@ class CertificateDetails:
     placement: Mapping[str, Any] | None = None
     notes: Sequence[str] = ()
     traffic: SampledTraffic | None = None
+    origin: Mapping[str, str] = field(default_factory=dict)
 
 
 def certified(
@@ -208,6 +209,7 @@ def certified(
         conversion=None if details.conversion is None else details.conversion.to_json(),
         levels=own.runtime.levels,
         placement=None if details.placement is None else dict(details.placement),
+        origin=dict(details.origin),
     )
     if not certificate.passed:
         raise exceeded(certificate, comparison, own.sensitivity)

@@ -265,6 +265,15 @@ def _tried(path: Path) -> FileLock | None:
     return None
 
 
+@contextmanager
+def exclusively(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, after other processes have released it."""
+    from filelock import FileLock  # noqa: PLC0415  (an extra)
+
+    with FileLock(path):
+        yield
+
+
 def _is_held(lock: FileLock) -> bool:
     """Return whether another process holds the lock."""
     if (tried := _tried(Path(lock.lock_file))) is None:

@@ -58,11 +58,17 @@ def check_room(count: int) -> None:
         )
 
 
-def become_supervisor(addresses: Mapping[str, Address], processes: int = 1, line_format: LineFormat = LineFormat.TEXT) -> None:
+def become_supervisor(
+    addresses: Mapping[str, Address],
+    processes: int = 1,
+    line_format: LineFormat = LineFormat.TEXT,
+    replaced: Mapping[str, str] | None = None,
+) -> None:
     """Open the sockets and replace this program by the supervisor, which starts the same command again as its worker.
 
     A fresh interpreter without this one's imports needs a quarter of the memory. Does not return. `addresses` are those to
-    listen on, by purpose; `processes` workers accept from them.
+    listen on, by purpose; `processes` workers accept from them. `replaced` are words of the command that workers get in another
+    form.
 
     Raises:
         BindError: an address is in use, not this machine's, or not permitted; no socket stays open then.
@@ -88,7 +94,7 @@ def become_supervisor(addresses: Mapping[str, Address], processes: int = 1, line
         sys.stderr.flush()
         # Signals that arrive from here on are delivered once the supervisor has installed its handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
-        os.execv(sys.executable, supervisor_command(plan))  # noqa: S606  (our own program, and no shell)
+        os.execv(sys.executable, supervisor_command(plan, replaced or {}))  # noqa: S606  (our own program, and no shell)
     finally:  # reached only on failure
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
         for sockets in opened.values():
@@ -110,5 +116,6 @@ def _shared_folder(processes: int) -> Path:
     return folder
 
 
-def supervisor_command(plan: SupervisorPlan) -> list[str]:
-    return [*program("halfserve.serve.fleet.launch.supervisor"), plan.to_text(), sys.executable, *sys.orig_argv[1:]]
+def supervisor_command(plan: SupervisorPlan, replaced: Mapping[str, str]) -> list[str]:
+    words = (replaced.get(word, word) for word in sys.orig_argv[1:])
+    return [*program("halfserve.serve.fleet.launch.supervisor"), plan.to_text(), sys.executable, *words]
