@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -14,6 +15,7 @@ from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.inference_pb2 import ModelInferResponse
 from halfserve.serve.engine.errors import BackendError, InferenceError, QueueFullError, UnavailableError
 from halfserve.serve.http.guards import client_of
+from halfserve.serve.http.infer_route import timing_headers
 from halfserve.serve.http.request_body import RequestMemory, answered_or_gone
 from halfserve.serve.protocol.inference import Cancel, InferenceEntry
 from halfserve.serve.transports.task_turns import task_turns
@@ -23,6 +25,7 @@ R_contra = TypeVar("R_contra", contravariant=True)
 Vector = NDArray[np.float32]
 # OpenAI's clients say so how many seconds they wait for an answer.
 WAITS_HEADER = "x-stainless-read-timeout"
+ROW_TIMES = "halfserve.row_times"  # key of a request's scope: the header Server-Timing of its rows, if the client asks for it
 ROWS_A_STEP = 8  # queued in one step of the event loop; each takes 0.05 to 0.1 ms
 LEAST_AT_ONCE = 64  # rows of one request that are queued together; a model's largest batches, four times, if that is more
 BYTES_AT_ONCE = 4 * 2**20  # size limit of the messages of these rows; one row is always queued
@@ -84,12 +87,13 @@ class RowRequests(Generic[R]):
             InferenceError: a row was refused or failed; the others are cancelled.
             ClientDisconnect: the client has gone; all are cancelled.
         """
-        self._client = client_of(request.scope)
+        self._client, began_ns = client_of(request.scope), time.monotonic_ns()
         self._fill()
         if not await answered_or_gone(request, self.answered, self._cancel):
             self._entry.gone(self._maker.message(self._rows[0]))
             raise ClientDisconnect
         self.answered.result()
+        request.scope[ROW_TIMES] = timing_headers(request, self._answers, time.monotonic_ns() - began_ns)
         return self._answers
 
     def _fill(self) -> None:

@@ -20,7 +20,7 @@ from halfserve.serve.http.infer_route import inference_entry, record_refusal
 from halfserve.serve.http.request_body import BodyReader, memory_held
 from halfserve.serve.http.routing.error_forms import InputError
 from halfserve.serve.http.routing.operations import JSON_TYPE, OF_INFERENCE
-from halfserve.serve.http.tasks.row_requests import LEAST_AT_ONCE, RowRequests, Vector, time_left_s, vector_of
+from halfserve.serve.http.tasks.row_requests import LEAST_AT_ONCE, ROW_TIMES, RowRequests, Vector, time_left_s, vector_of
 from halfserve.serve.http.tasks.text_bodies import PARSER_TIMES, Content, Text, memory_of_values, read_content, text_field
 from halfserve.serve.http.tasks.tokenized_models import TokenizedModel, TokenizedModels, TokenRow, task_of
 from halfserve.serve.http.tasks.tokenizing import R, TokenizerWork
@@ -168,7 +168,7 @@ class TextEndpoint:
         """
         body = await self._apart(request, size, write)
         self._bodies.hold_answer(request, len(body))
-        return Response(body, 200, {"cache-control": "no-store"}, JSON_TYPE)
+        return Response(body, 200, {"cache-control": "no-store", **request.scope.get(ROW_TIMES, {})}, JSON_TYPE)
 
     async def _apart(self, request: Request, size: int, work: Callable[[], T]) -> T:
         """Return the result of `work`, which is counted and done on a thread if it is about many bytes."""
