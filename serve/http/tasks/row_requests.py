@@ -22,7 +22,8 @@ from halfserve.serve.transports.task_turns import task_turns
 
 R = TypeVar("R")
 R_contra = TypeVar("R_contra", contravariant=True)
-Vector = NDArray[np.float32]
+Vector = NDArray[np.float32]  # (size,)
+Matrix = NDArray[np.float32]  # (tokens, size)
 # OpenAI's clients say so how many seconds they wait for an answer.
 WAITS_HEADER = "x-stainless-read-timeout"
 ROW_TIMES = "halfserve.row_times"  # key of a request's scope: the header Server-Timing of its rows, if the client asks for it
@@ -190,13 +191,30 @@ def vector_of(message: bytes, model_name: str) -> Vector:
     Raises:
         BackendError: the output does not hold numbers.
     """
+    return _output_of(message, model_name)[0]
+
+
+def matrix_of(message: bytes, model_name: str) -> Matrix:
+    """Return the numbers of a row's only output of shape [1, tokens, size], as a matrix (tokens, size) of float32.
+
+    Raises:
+        BackendError: the output does not hold numbers, or has another shape.
+    """
+    numbers, shape = _output_of(message, model_name)
+    if len(shape) != 3 or shape[0] != 1:
+        raise BackendError(
+            f"model {model_name!r} answers with shape {shape}, expected a vector for each token: [1, tokens, size]"
+        )
+    return numbers.reshape(shape[1:])
+
+
+def _output_of(message: bytes, model_name: str) -> tuple[NDArray[np.float32], list[int]]:
     response = cast("Any", ModelInferResponse.FromString(message))
     (output,), (raw,) = response.outputs, response.raw_output_contents
     datatype = BY_WIRE[output.datatype]
     if datatype.itemsize is None:
         raise BackendError(f"model {model_name!r} answers with {datatype.wire}, expected numbers")
-    vector: Vector = np.frombuffer(raw, datatype.array_dtype).astype(np.float32)
-    return vector
+    return np.frombuffer(raw, datatype.array_dtype).astype(np.float32), list(output.shape)
 
 
 def time_left_s(request: Request) -> float | None:
