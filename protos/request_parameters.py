@@ -20,6 +20,7 @@ SEQUENCE_END: Final = "sequence_end"
 EMPTY_FINAL: Final = "triton_enable_empty_final_response"
 BINARY_OUTPUTS: Final = "binary_data_output"
 CAPTURE: Final = "halfserve.capture"
+TIMINGS: Final = "halfserve.timings"
 RESERVED_PREFIX: Final = "triton_"  # a client's own parameter must not begin with this
 
 
@@ -72,6 +73,11 @@ REQUEST_PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     CAPTURE: RequestParameter(
         values="true or false",
         meaning="false: the request is not captured, even if the server captures requests.",
+        changes_answer=False,
+    ),
+    TIMINGS: RequestParameter(
+        values="true or false",
+        meaning="The response has its times as parameters: halfserve.queue_ms, halfserve.compute_ms and halfserve.total_ms.",
         changes_answer=False,
     ),
 }

@@ -26,7 +26,7 @@ from halfserve.export.sources.picture_preparation import (
     served_preparation,
 )
 from halfserve.export.sources.sample_files import clip_samples
-from halfserve.export.sources.sentence_transformers import sentence_layers
+from halfserve.export.sources.sentence_transformers import is_sparse, sentence_layers
 from halfserve.export.sources.source import Source, repository_name, with_training
 from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.sources.tokenized_text import padding_values, read_tokenizer, served_tokenizer, text_samples
@@ -38,6 +38,7 @@ from halfserve.export.tasks.served_models import (
     Normalized,
     PooledImage,
     Preprocessing,
+    SparseEmbedder,
     TextNetwork,
     Tower,
 )
@@ -221,6 +222,9 @@ def _text_source(
     elif task == "embeddings":
         poolings, layers = sentence_layers(folder) or (("mean",), (Normalized(),))
         module = Embedder(network, poolings, layers)
+    elif task == "sparse-embeddings":
+        is_sparse(folder)  # refuses another pooling
+        module = SparseEmbedder(network)
     else:
         module = TextNetwork(network, kind.output)
     labels = _labels(network.config) if kind.architecture.endswith("Classification") and not kind.pairs else ()

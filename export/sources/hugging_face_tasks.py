@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfserve.export.export_errors import ExportError, UsageError
+from halfserve.export.sources.sentence_transformers import is_sparse
 from halfserve.export.tasks.judges import judge_embeddings, judge_token_labels, judge_token_vectors
 from halfserve.export.to_onnx.capture import one_line, root
 from halfserve.export.verification.judging import Judge
@@ -52,6 +53,7 @@ KINDS = {
     "feature-extraction": Kind(
         auto_class="AutoModel", architecture="Model", output="last_hidden_state", judge=judge_token_vectors
     ),
+    "sparse-embeddings": Kind(auto_class="AutoModelForMaskedLM", architecture="ForMaskedLM", judge=judge_embeddings),
     "text-classification": Kind(auto_class="AutoModelForSequenceClassification", architecture="ForSequenceClassification"),
     "rerank": Kind(auto_class="AutoModelForSequenceClassification", architecture="ForSequenceClassification", pairs=True),
     "token-classification": Kind(
@@ -103,6 +105,8 @@ def task_of(transformers: Any, config: PretrainedConfig, folder: Path, asked: st
     if not fitting and AUDIO in takes:
         heads = " or ".join(f"...{kind.architecture}" for kind in KINDS.values() if kind.takes == AUDIO)
         raise UsageError(f"{folder} holds a {architecture}; of raw audio, expected a {heads}; give others as MODULE:FACTORY")
+    # The head of most masked language models is left from their training, and makes no embeddings.
+    fitting = [name for name in fitting if name != "sparse-embeddings" or is_sparse(folder)]
     is_of_sentences = (folder / "modules.json").is_file()
     if not fitting and is_of_sentences and TEXT in takes:
         return "embeddings"  # sentence-transformers uses the body of any architecture

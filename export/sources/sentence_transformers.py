@@ -16,6 +16,8 @@ from halfserve.export.tasks.served_models import Normalized, Pooling
 from halfserve.export.to_onnx.capture import one_line
 
 MODULES = "modules.json"
+SPLADE = "SpladePooling"
+SPLADE_SETTINGS = {"pooling_strategy": "max", "activation_function": "relu"}  # those that are known, of its config.json
 # The flag of each way of pooling in 1_Pooling/config.json.
 POOLINGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
@@ -51,6 +53,25 @@ def sentence_layers(folder: Path) -> tuple[Sequence[Pooling], Sequence[nn.Module
     if not poolings:
         raise ExportError(f"{folder / MODULES} names no Pooling; give --task feature-extraction for the tokens' vectors")
     return poolings, layers
+
+
+def is_sparse(folder: Path) -> bool:
+    """Return whether the folder's modules.json says that its masked language model makes sparse embeddings (SPLADE).
+
+    Raises:
+        ExportError: A file cannot be read, or it asks for another pooling than the maximum of log(1 + relu(logits)).
+    """
+    if not (folder / MODULES).is_file():
+        return False
+    for entry in _json(folder / MODULES, list):
+        if str(entry.get("type", "")).rpartition(".")[2] == SPLADE:
+            path = folder / str(entry.get("path", "")) / "config.json"
+            content = _json(path, dict)
+            for name, expected in SPLADE_SETTINGS.items():
+                if content.get(name, expected) != expected:
+                    raise ExportError(f"{path} has the {name} {content[name]!r}; expected {expected!r}")
+            return True
+    return False
 
 
 def _poolings(path: Path) -> list[Pooling]:

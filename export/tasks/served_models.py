@@ -62,6 +62,28 @@ class Embedder(TextNetwork):
         return {"embedding": self.layers(torch.cat(pooled, dim=-1) if len(pooled) > 1 else pooled[0])}
 
 
+class SparseEmbedder(TextNetwork):
+    """A weight for each entry of the vocabulary, as SPLADE pools the logits of a masked language model.
+
+    https://arxiv.org/abs/2109.10086
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(network, "logits")
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Weights (batch, vocabulary), at least 0, of token ids (batch, length), int64; the mask is 1 where a token counts.
+
+        The logarithm of the largest logit is the largest logarithm, so that it is computed for one position alone.
+        """
+        weights = torch.relu(self._answer(input_ids, attention_mask, token_type_ids))
+        if attention_mask is not None:
+            weights = weights * attention_mask.unsqueeze(-1).to(weights.dtype)
+        return {"embedding": torch.log1p(weights.amax(dim=1))}
+
+
 class Normalized(nn.Module):
     """Vectors of length 1."""
 

@@ -24,7 +24,7 @@ from halfserve.serve.client.errors import (
 )
 from halfserve.serve.client.exchange import Exchange
 from halfserve.serve.client.infer_exchange import InferState, fresh_metadata
-from halfserve.serve.client.infer_messages import check_answer, infer_request, output_arrays
+from halfserve.serve.client.infer_messages import Parameter, check_answer, infer_request, output_arrays, values_of
 
 METHOD = "ModelStreamInfer"
 DEFAULT_IN_FLIGHT = 32
@@ -44,16 +44,24 @@ class StreamAnswer:
         index: number of the request, counted from 0.
         error: reason why it was not answered; None if it was. Other requests of the stream are not affected.
         is_final: whether this is the last answer to the request. The last one of a decoupled model may have no outputs.
+        parameters: parameters of the response, such as its times; empty for an error.
     """
 
-    __slots__ = ("_outputs", "error", "index", "is_final")
+    __slots__ = ("_outputs", "error", "index", "is_final", "parameters")
 
     def __init__(
-        self, index: int, outputs: dict[str, Array], error: ClientError | None = None, *, is_final: bool = True
+        self,
+        index: int,
+        outputs: dict[str, Array],
+        error: ClientError | None = None,
+        *,
+        is_final: bool = True,
+        parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
         self.index = index
         self.error = error
         self.is_final = is_final
+        self.parameters = parameters or {}
         self._outputs = outputs
 
     @property
@@ -203,7 +211,9 @@ def _answer(index: int, response: ModelStreamInferResponse, wanted: Collection[s
     infer = response.infer_response
     try:
         if not response.error_message:
-            return StreamAnswer(index, _outputs(response, wanted), is_final=is_final)
+            parameters = values_of(response.infer_response.parameters)
+            parameters.pop(IS_FINAL, None)
+            return StreamAnswer(index, _outputs(response, wanted), is_final=is_final, parameters=parameters)
     except ClientError as error:
         return StreamAnswer(index, {}, error, is_final=is_final)
     number = infer.parameters[STATUS].int64_param if STATUS in infer.parameters else -1  # no code has this number

@@ -31,6 +31,7 @@ from halfserve.serve.http.infer_route import (
     raw_from_json,
     record_refusal,
     set_parameters,
+    timing_headers,
 )
 from halfserve.serve.http.json_tensors import json_pieces
 from halfserve.serve.http.request_body import BodyReader, RequestMemory, answered_or_gone, memory_held
@@ -71,7 +72,7 @@ class GenerateRoute:
                 f"the model gave {number}, and generate takes exactly one response; send it to generate_stream"
             )
             raise error.like(TritonPhrase.NOT_ONE_RESPONSE)
-        return json_text_response(await self._written(only))
+        return json_text_response(await self._written(only), headers=timing_headers(request, (only,)))
 
     @serves_versions("POST", "/generate_stream", INFERENCE, GENERATE_STREAM)
     async def stream(self, request: Request) -> Response:
@@ -91,6 +92,8 @@ class GenerateRoute:
                 yield f"data: {await self._event(response)}\n\n"
                 response = await responses.next()
 
+        if isinstance(first, bytes):
+            headers = timing_headers(request, (first,))
         return StreamingResponse(events(), status, {"cache-control": "no-store", **headers}, EVENT_STREAM)
 
     async def _ask(self, request: Request) -> Responses:

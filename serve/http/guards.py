@@ -43,7 +43,8 @@ HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
 )
-EXPOSED = ("retry-after", "inference-header-content-length")  # headers of an answer that pages of other origins may read
+# Headers of an answer that pages of other origins may read.
+EXPOSED = ("retry-after", "inference-header-content-length", "server-timing")
 GRANT = "halfserve.grant"  # the key of the gate's AccessGrant in a request's scope
 SERVED = "halfserve.served_path"  # the key of the route guard's ServedPath, or None, in a request's scope
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters, and separators of lines and paragraphs

@@ -7,7 +7,7 @@ checks of the message are shared with gRPC. See https://github.com/kserve/open-i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -47,6 +47,7 @@ from halfserve.serve.protocol.messages import split_response
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX_BYTES, from_raw, to_raw
 from halfserve.serve.protocol.rpc import INFERENCE
 from halfserve.serve.protocol.service import Service
+from halfserve.serve.protocol.timings import SERVER_TIMING, TIMINGS_HEADER, longest, server_timing
 from halfserve.serve.security.gate import AccessGrant
 
 T = TypeVar("T")
@@ -136,6 +137,8 @@ class InferRoute:
         headers = {"cache-control": "no-store", "vary": "accept-encoding"}
         if used is not None:
             headers["content-encoding"] = used
+        if written.timing:
+            headers[SERVER_TIMING] = written.timing
         if written.json_bytes is None:
             return Response(body, 200, headers, JSON_TYPE)
         headers["inference-header-content-length"] = str(written.json_bytes)
@@ -155,6 +158,18 @@ def inference_entry(service: Service, request: Request) -> InferenceEntry:
 def record_refusal(service: Service, request: Request, error: InferenceError | None, name: str, version: str = "") -> None:
     """Record a request for a model that ends before it is queued: refused, or, with None, as its client has disconnected."""
     _inference_of(service, request).refused(name, version, error)
+
+
+def timing_headers(request: Request, messages: Iterable[bytes], total_ns: int | None = None) -> dict[str, str]:
+    """Return the header Server-Timing for a request whose header asks for it, else no header.
+
+    `messages`: the serialized ModelInferResponse of each row of the request; the longest time of each kind counts. `total_ns`:
+    nanoseconds that all rows together took; None for a single row.
+    """
+    if TIMINGS_HEADER.decode() not in request.headers:
+        return {}
+    timing = server_timing(longest(messages, total_ns))
+    return {SERVER_TIMING: timing} if timing else {}
 
 
 def _inference_of(service: Service, request: Request) -> Inference:
@@ -322,6 +337,7 @@ class RestResponse:
 
     body: bytes  # JSON, followed by the bytes of binary tensors
     json_bytes: int | None  # length of the JSON; None if nothing follows it
+    timing: str = ""  # value of Server-Timing; empty where the request did not ask for its times
 
 
 def write_response(message: bytes, is_binary: Callable[[str], bool]) -> RestResponse:
@@ -333,8 +349,10 @@ def write_response(message: bytes, is_binary: Callable[[str], bool]) -> RestResp
     content: dict[str, Any] = {"model_name": response.model_name, "model_version": response.model_version}
     if response.id:
         content["id"] = response.id
+    timing = ""
     if response.parameters:
         content["parameters"] = parameter_values(response.parameters)
+        timing = server_timing(content["parameters"])
     behind: list[Buffer] = []
     text = [dump_up_to(content, "outputs").encode(), b"["]
     for index, (entry, raw) in enumerate(zip(response.outputs, tensors, strict=True)):
@@ -342,7 +360,8 @@ def write_response(message: bytes, is_binary: Callable[[str], bool]) -> RestResp
         text += _write_output(entry, raw, behind if is_binary(entry.name) else None)
     text.append(b"]}")
     follows = any(is_binary(entry.name) for entry in response.outputs if REGION not in entry.parameters)
-    return RestResponse(body=join_unlocked([*text, *behind]), json_bytes=sum(map(len, text)) if follows else None)
+    size = sum(map(len, text)) if follows else None
+    return RestResponse(body=join_unlocked([*text, *behind]), json_bytes=size, timing=timing)
 
 
 def parameter_values(parameters: Any) -> dict[str, Any]:

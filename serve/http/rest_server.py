@@ -25,6 +25,7 @@ from halfserve.serve.http.tasks.classification import ClassificationRoutes
 from halfserve.serve.http.tasks.embeddings import EmbeddingRoutes
 from halfserve.serve.http.tasks.picture_routes import PictureRoutes
 from halfserve.serve.http.tasks.rerank import RerankRoutes
+from halfserve.serve.http.tasks.tei_embeddings import TeiEmbeddingRoutes
 from halfserve.serve.http.tasks.text_endpoint import TextEndpoint
 from halfserve.serve.http.tasks.text_routes import TextRoutes
 from halfserve.serve.http.tasks.tokenized_models import TokenizedModels
@@ -125,6 +126,7 @@ class RestServer:
             SettingRoutes(service, bodies),
             TextRoutes(texts),
             EmbeddingRoutes(texts),
+            TeiEmbeddingRoutes(texts),
             RerankRoutes(texts),
             ClassificationRoutes(texts),
             MetricsRoute(service),

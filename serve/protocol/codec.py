@@ -12,7 +12,7 @@ import numpy as np
 
 from halfserve.protos.datatypes import BY_WIRE, Datatype
 from halfserve.protos.inference_pb2 import ModelInferRequest
-from halfserve.protos.request_parameters import PRIORITY, REQUEST_PARAMETERS, RESERVED_PREFIX, TIMEOUT
+from halfserve.protos.request_parameters import PRIORITY, REQUEST_PARAMETERS, RESERVED_PREFIX, TIMEOUT, TIMINGS
 from halfserve.protos.shared_memory_parameters import PARAMETERS
 from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.errors import ByteCountError, InvalidArgumentError
@@ -84,6 +84,20 @@ def priority_of(request: ModelInferRequest) -> int:
 def queue_timeout_s(request: ModelInferRequest) -> float | None:
     """Return the request parameter `timeout`, in seconds; None if it is absent or 0."""
     return _whole_parameter(request, TIMEOUT) / 1e6 or None
+
+
+def wants_timings(request: ModelInferRequest) -> bool:
+    """Return the request parameter `halfserve.timings`; False if it is absent.
+
+    Raises:
+        InvalidArgumentError: it is neither true nor false.
+    """
+    given = request.parameters.get(TIMINGS)
+    if given is None:
+        return False
+    if given.WhichOneof("parameter_choice") != "bool_param":
+        raise InvalidArgumentError(f"parameter {TIMINGS!r} is no bool, expected {REQUEST_PARAMETERS[TIMINGS].values}")
+    return bool(given.bool_param)
 
 
 def _whole_parameter(request: ModelInferRequest, name: str) -> int:

@@ -32,11 +32,13 @@ from halfserve.serve.protocol.codec import (
     raw_layout,
     requested_names,
     special_outputs,
+    wants_timings,
 )
-from halfserve.serve.protocol.large_bytes import DeferredResponse
+from halfserve.serve.protocol.large_bytes import DeferredResponse, join_unlocked
 from halfserve.serve.protocol.messages import check_fields, parse, parse_request, split_request
 from halfserve.serve.protocol.request_cache import CachedRequest, RequestCache
 from halfserve.serve.protocol.shared_memory import RegionUse, SharedMemory
+from halfserve.serve.protocol.timings import timing_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -253,6 +255,7 @@ class Inference:
             input_slices=tuple(of_inputs) if any(of_inputs) else None,
             slices=tuple(places),
             special=special,
+            is_timed=wants_timings(request),
         )
         return cached, decoded.inputs
 
@@ -392,6 +395,8 @@ class _PendingInference(InferenceRecord):
 
     def __call__(self, result: Tensors | InferenceError) -> None:
         """Take the outputs or the error."""
+        if self._cached.is_timed:
+            self.batch = self.model.statistics.latest  # while this batch is the latest
         if type(result) is not Answer or result.batch.is_large or self._cached.takes_long:
             deferred = self._deferred = self._inference.deferred(self._written, self._answered)
             deferred.done(result)
@@ -433,7 +438,11 @@ class _PendingInference(InferenceRecord):
         self._reply = _discard
 
     def _written(self, result: Tensors | InferenceError) -> bytes | InferenceError:
-        return self._inference.response(self._cached, self.request_id, self._since, result)
+        response = self._inference.response(self._cached, self.request_id, self._since, result)
+        if not self._cached.is_timed or isinstance(response, InferenceError):
+            return response
+        batch = None if self.model.is_decoupled else self.batch
+        return join_unlocked((response, timing_parameters(self.arrived_ns, batch)))  # protobuf merges concatenated messages
 
 
 def _deadline(seconds: float) -> float:

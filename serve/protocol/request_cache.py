@@ -53,6 +53,7 @@ class CachedRequest:
     input_slices: tuple[RegionSlice | None, ...] | None = None
     slices: tuple[RegionSlice, ...] = ()  # all shared memory slices, of inputs and outputs
     special: Mapping[str, RequestedOutput] = field(default_factory=dict)  # outputs that go to shared memory or are classified
+    is_timed: bool = False  # whether responses have their times as parameters
     shared_bytes: int = field(init=False)  # total size of the inputs in shared memory
     takes_long: bool = field(init=False)  # whether responses may be slow to serialize: outputs are special or text
     responses: ResponseTemplates = field(init=False)

@@ -79,6 +79,21 @@ def sentence_folder(folder: Path, *pooling: str, dense: bool = False) -> Path:
     return folder
 
 
+def sparse_folder(folder: Path, **pooling: str) -> Path:
+    """A folder of a sparse encoder of sentence-transformers (SPLADE)."""
+    text_folder(folder, "BertForMaskedLM")
+    kinds = [("MLMTransformer", ""), ("SpladePooling", "1_SpladePooling")]
+    entries = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.sparse_encoder.models.{kind}"}
+        for index, (kind, path) in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(entries))
+    (folder / "1_SpladePooling").mkdir()
+    settings = {"pooling_strategy": "max", "activation_function": "relu", "word_embedding_dimension": None, **pooling}
+    (folder / "1_SpladePooling" / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
 def image_folder(folder: Path) -> Path:
     """A folder of a ViT that classifies images of 32 by 32."""
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from halfserve.protos.datatypes import DATATYPES
 from halfserve.protos.inference_pb2 import ModelMetadataResponse
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.client.array_conversion import Array
-from halfserve.serve.client.infer_messages import InferAnswer
+from halfserve.serve.client.infer_messages import InferAnswer, Parameter
 
 # A terminal would execute them: overwrite its contents, rename its window, type an answer.
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -70,8 +70,12 @@ def answer_json(answer: InferAnswer) -> dict[str, Any]:
     UTF-8, invalid bytes are escaped.
     """
     shown: dict[str, Any] = {"model": answer.model, "version": answer.version, "outputs": outputs_json(answer.outputs)}
-    parameters = {name: _plain(value) for name, value in answer.parameters.items()}
-    return shown | ({"parameters": parameters} if parameters else {})
+    return shown | parameters_json(answer.parameters)
+
+
+def parameters_json(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
+    """Return {"parameters": {name: value}}; empty for a response without parameters."""
+    return {"parameters": {name: _plain(value) for name, value in parameters.items()}} if parameters else {}
 
 
 def outputs_json(outputs: Mapping[str, Array]) -> dict[str, Any]:

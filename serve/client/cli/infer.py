@@ -18,9 +18,17 @@ import typer
 from halfserve.files.atomic_files import atomic_file, checked_output
 from halfserve.option_groups import takes_option_groups
 from halfserve.protos.inference_pb2 import ModelMetadataResponse
+from halfserve.protos.request_parameters import TIMINGS
 from halfserve.serve.client.array_conversion import Array
 from halfserve.serve.client.cli.connection_options import AsJson, Connection
-from halfserve.serve.client.cli.display import PipedConsole, answer_json, outputs_json, outputs_table, printable
+from halfserve.serve.client.cli.display import (
+    PipedConsole,
+    answer_json,
+    outputs_json,
+    outputs_table,
+    parameters_json,
+    printable,
+)
 from halfserve.serve.client.cli.inputs import (
     STDIN,
     InputArgumentError,
@@ -70,6 +78,9 @@ class InferArguments:
     ] = False
     rows: Annotated[int, _streaming(help="Rows of one request, with --stream.", min=1)] = 1
     in_flight: Annotated[int, _streaming(help="Requests under way at once, with --stream.", min=1, max=65536)] = 32
+    timings: Annotated[
+        bool, _answer("--timings", help="Show how long the request was in the queue, computed, and in the server in all.")
+    ] = False
     shared_memory: Annotated[
         bool,
         _request(
@@ -82,8 +93,11 @@ class InferArguments:
     def request_options(self) -> RequestOptions:
         """Check the parameters. Raises InputArgumentError for a malformed --parameter."""
         options: RequestOptions = {"outputs": self.outputs or None, "top_k": self.top_k, "priority": self.priority}
-        if self.parameters:
-            options["parameters"] = dict(_parameter(text) for text in self.parameters)
+        parameters = dict(_parameter(text) for text in self.parameters or ())
+        if self.timings:
+            parameters[TIMINGS] = True
+        if parameters:
+            options["parameters"] = parameters
         return options
 
 
@@ -135,7 +149,7 @@ def _infer_stream(client: Client, model: str, arguments: InferArguments, options
     for answer in client.stream_infer(model, requests, version=arguments.version, in_flight=arguments.in_flight, **options):
         shown: dict[str, Any] = {"index": answer.index}
         if answer.error is None:
-            shown["outputs"] = outputs_json(answer.outputs)
+            shown |= {"outputs": outputs_json(answer.outputs), **parameters_json(answer.parameters)}
         else:
             failed += 1
             shown |= {"error": str(answer.error), "code": answer.error.code}

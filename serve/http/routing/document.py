@@ -14,7 +14,8 @@ from halfserve.serve.http.routing.schemas import Schema, Schemas
 DESCRIPTION: Final = (
     "KServe v2, the Open Inference Protocol, over REST, with Triton's extensions. Every error is an object with one text, "
     "`error`; the text endpoints answer errors in the form of the interface that they follow. A server that asks for tokens "
-    "may answer any request but those about its own health with 401 or 403, one that limits its clients with 429."
+    "may answer any request but those about its own health with 401 or 403, one that limits its clients with 429. Where a "
+    "request that a model computes has the header `halfserve-timings: true`, its answer has the header `Server-Timing`."
 )
 SECURITY: Final = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "A token, where the server asks for one."},

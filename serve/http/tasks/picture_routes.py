@@ -41,7 +41,7 @@ from halfserve.serve.http.routing.operations import (
 )
 from halfserve.serve.http.routing.route_table import MODEL, VERSION, serves
 from halfserve.serve.http.tasks.classification import softmax
-from halfserve.serve.http.tasks.row_requests import RowRequests, Vector, time_left_s, vector_of
+from halfserve.serve.http.tasks.row_requests import ROW_TIMES, RowRequests, Vector, time_left_s, vector_of
 from halfserve.serve.http.tasks.text_bodies import Content, read_content, shown, text_field, whole_field
 from halfserve.serve.http.tasks.text_endpoint import json_rows, sigmoid
 from halfserve.serve.http.tasks.tokenized_models import labels_of, task_of
@@ -136,7 +136,7 @@ class PictureRoutes:
         function = asked.function or _function_of(model, len(logits))
         body = json_rows(_best(FUNCTIONS[function](logits), labels_of(model, len(logits)), asked.top))
         self._bodies.hold_answer(request, len(body))
-        return Response(body, 200, {"cache-control": "no-store"}, JSON_TYPE)
+        return Response(body, 200, {"cache-control": "no-store", **request.scope[ROW_TIMES]}, JSON_TYPE)
 
     async def _asked(self, request: Request) -> AskedPicture:
         body = await self._bodies.read(request)

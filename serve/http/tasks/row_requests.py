@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -14,15 +15,18 @@ from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.inference_pb2 import ModelInferResponse
 from halfserve.serve.engine.errors import BackendError, InferenceError, QueueFullError, UnavailableError
 from halfserve.serve.http.guards import client_of
+from halfserve.serve.http.infer_route import timing_headers
 from halfserve.serve.http.request_body import RequestMemory, answered_or_gone
 from halfserve.serve.protocol.inference import Cancel, InferenceEntry
 from halfserve.serve.transports.task_turns import task_turns
 
 R = TypeVar("R")
 R_contra = TypeVar("R_contra", contravariant=True)
-Vector = NDArray[np.float32]
+Vector = NDArray[np.float32]  # (size,)
+Matrix = NDArray[np.float32]  # (tokens, size)
 # OpenAI's clients say so how many seconds they wait for an answer.
 WAITS_HEADER = "x-stainless-read-timeout"
+ROW_TIMES = "halfserve.row_times"  # key of a request's scope: the header Server-Timing of its rows, if the client asks for it
 ROWS_A_STEP = 8  # queued in one step of the event loop; each takes 0.05 to 0.1 ms
 LEAST_AT_ONCE = 64  # rows of one request that are queued together; a model's largest batches, four times, if that is more
 BYTES_AT_ONCE = 4 * 2**20  # size limit of the messages of these rows; one row is always queued
@@ -84,12 +88,13 @@ class RowRequests(Generic[R]):
             InferenceError: a row was refused or failed; the others are cancelled.
             ClientDisconnect: the client has gone; all are cancelled.
         """
-        self._client = client_of(request.scope)
+        self._client, began_ns = client_of(request.scope), time.monotonic_ns()
         self._fill()
         if not await answered_or_gone(request, self.answered, self._cancel):
             self._entry.gone(self._maker.message(self._rows[0]))
             raise ClientDisconnect
         self.answered.result()
+        request.scope[ROW_TIMES] = timing_headers(request, self._answers, time.monotonic_ns() - began_ns)
         return self._answers
 
     def _fill(self) -> None:
@@ -186,13 +191,30 @@ def vector_of(message: bytes, model_name: str) -> Vector:
     Raises:
         BackendError: the output does not hold numbers.
     """
+    return _output_of(message, model_name)[0]
+
+
+def matrix_of(message: bytes, model_name: str) -> Matrix:
+    """Return the numbers of a row's only output of shape [1, tokens, size], as a matrix (tokens, size) of float32.
+
+    Raises:
+        BackendError: the output does not hold numbers, or has another shape.
+    """
+    numbers, shape = _output_of(message, model_name)
+    if len(shape) != 3 or shape[0] != 1:
+        raise BackendError(
+            f"model {model_name!r} answers with shape {shape}, expected a vector for each token: [1, tokens, size]"
+        )
+    return numbers.reshape(shape[1:])
+
+
+def _output_of(message: bytes, model_name: str) -> tuple[NDArray[np.float32], list[int]]:
     response = cast("Any", ModelInferResponse.FromString(message))
     (output,), (raw,) = response.outputs, response.raw_output_contents
     datatype = BY_WIRE[output.datatype]
     if datatype.itemsize is None:
         raise BackendError(f"model {model_name!r} answers with {datatype.wire}, expected numbers")
-    vector: Vector = np.frombuffer(raw, datatype.array_dtype).astype(np.float32)
-    return vector
+    return np.frombuffer(raw, datatype.array_dtype).astype(np.float32), list(output.shape)
 
 
 def time_left_s(request: Request) -> float | None:

@@ -20,7 +20,16 @@ from halfserve.serve.http.infer_route import inference_entry, record_refusal
 from halfserve.serve.http.request_body import BodyReader, memory_held
 from halfserve.serve.http.routing.error_forms import InputError
 from halfserve.serve.http.routing.operations import JSON_TYPE, OF_INFERENCE
-from halfserve.serve.http.tasks.row_requests import LEAST_AT_ONCE, RowRequests, Vector, time_left_s, vector_of
+from halfserve.serve.http.tasks.row_requests import (
+    LEAST_AT_ONCE,
+    ROW_TIMES,
+    Matrix,
+    RowRequests,
+    Vector,
+    matrix_of,
+    time_left_s,
+    vector_of,
+)
 from halfserve.serve.http.tasks.text_bodies import PARSER_TIMES, Content, Text, memory_of_values, read_content, text_field
 from halfserve.serve.http.tasks.tokenized_models import TokenizedModel, TokenizedModels, TokenRow, task_of
 from halfserve.serve.http.tasks.tokenizing import R, TokenizerWork
@@ -97,6 +106,37 @@ class TextEndpoint:
         return [name for name, model in latest.items() if task_of(model) in tasks]
 
     async def vectors(self, request: Request, model: Model, make_work: MakeWork) -> tuple[list[Vector], list[int], Model]:
+        """Compute a vector for each text; see `_computed`.
+
+        Returns:
+            The vectors, float32, with the number of tokens of each row, and the version that answered.
+        """
+        messages, rows, loaded = await self._computed(request, model, make_work)
+        model, size = loaded.model, sum(map(len, messages))
+        vectors = await self._apart(request, size, lambda: [vector_of(message, model.name) for message in messages])
+        if len({len(vector) for vector in vectors}) > 1:
+            raise BackendError(f"model {model.name!r} answers with vectors of different sizes, expected one for each text")
+        return vectors, [len(row.ids) for row in rows], model
+
+    async def token_vectors(self, request: Request, model: Model, make_work: MakeWork) -> list[Matrix]:
+        """Compute a vector for each token of each text, special ones included; see `_computed`.
+
+        Returns:
+            A matrix (tokens, size) of float32 for each text.
+        """
+        messages, rows, loaded = await self._computed(request, model, make_work)
+
+        def matrices() -> list[Matrix]:
+            return [
+                loaded.without_padding(matrix_of(message, loaded.model.name), row)
+                for message, row in zip(messages, rows, strict=True)
+            ]
+
+        return await self._apart(request, sum(map(len, messages)), matrices)
+
+    async def _computed(
+        self, request: Request, model: Model, make_work: MakeWork
+    ) -> tuple[list[bytes], list[TokenRow], TokenizedModel]:
         """Compute a row for each text.
 
         Args:
@@ -105,7 +145,7 @@ class TextEndpoint:
             make_work: says how a version tokenizes the texts.
 
         Returns:
-            The vectors, float32, with the number of tokens of each row, and the version that answered.
+            The serialized ModelInferResponse of each row, the rows, and the version that answered.
 
         Raises:
             InferenceError: a text is wrong, or a row was refused or failed.
@@ -127,11 +167,7 @@ class TextEndpoint:
                     raise
                 model = now
                 memory.share.resize(of_texts)
-        size = sum(map(len, messages))
-        vectors = await self._apart(request, size, lambda: [vector_of(message, model.name) for message in messages])
-        if len({len(vector) for vector in vectors}) > 1:
-            raise BackendError(f"model {model.name!r} answers with vectors of different sizes, expected one for each text")
-        return vectors, [len(row.ids) for row in rows], model
+        return messages, rows, loaded
 
     async def of_texts(
         self, request: Request, model: Model, texts: Sequence[Text], param: str, *, truncate: bool
@@ -168,7 +204,7 @@ class TextEndpoint:
         """
         body = await self._apart(request, size, write)
         self._bodies.hold_answer(request, len(body))
-        return Response(body, 200, {"cache-control": "no-store"}, JSON_TYPE)
+        return Response(body, 200, {"cache-control": "no-store", **request.scope.get(ROW_TIMES, {})}, JSON_TYPE)
 
     async def _apart(self, request: Request, size: int, work: Callable[[], T]) -> T:
         """Return the result of `work`, which is counted and done on a thread if it is about many bytes."""

@@ -17,10 +17,21 @@ from halfserve.serve.http.routing.route_table import serves
 from halfserve.serve.http.tasks.described_tokens import TOGETHER, json_pieces
 from halfserve.serve.http.tasks.text_bodies import MAX_INPUTS, flag_field, one_or_more, refuse_fields
 from halfserve.serve.http.tasks.text_endpoint import CHOICE, OF_TEI_TEXTS, TextEndpoint
-from halfserve.serve.http.tasks.tokenized_models import EMBEDDINGS, RERANK, TEXT_TASKS, labels_of, task_of
+from halfserve.serve.http.tasks.tokenized_models import (
+    EMBEDDINGS,
+    RERANK,
+    SPARSE_EMBEDDINGS,
+    TEXT_TASKS,
+    TOKEN_VECTORS,
+    labels_of,
+    task_of,
+)
 from halfserve.serve.protocol.rpc import INFERENCE, METADATA
 
 OWNER = "halfserve"
+POOLINGS = (
+    dict.fromkeys(EMBEDDINGS, "model") | dict.fromkeys(SPARSE_EMBEDDINGS, "splade") | dict.fromkeys(TOKEN_VECTORS, "none")
+)
 
 
 class ModelCardJson(TypedDict):
@@ -172,8 +183,8 @@ class TextRoutes:
 
 
 def _kind(model: Model) -> dict[str, Any]:
-    if task_of(model) in EMBEDDINGS:
-        return {"embedding": {"pooling": "model"}}
+    if task_of(model) in POOLINGS:
+        return {"embedding": {"pooling": POOLINGS[task_of(model)]}}
     count = next(iter(model.outputs.values())).shape[-1]
     labels = labels_of(model, count)
     names = {

@@ -35,7 +35,9 @@ logger = logging.getLogger(__name__)
 EMBEDDINGS: Final = frozenset({"embeddings", "text-embeddings"})
 RERANK: Final = frozenset({"rerank"})
 CLASSIFICATION: Final = frozenset({"text-classification"})
-TEXT_TASKS: Final = EMBEDDINGS | RERANK | CLASSIFICATION
+SPARSE_EMBEDDINGS: Final = frozenset({"sparse-embeddings"})
+TOKEN_VECTORS: Final = frozenset({"feature-extraction"})
+TEXT_TASKS: Final = EMBEDDINGS | RERANK | CLASSIFICATION | SPARSE_EMBEDDINGS | TOKEN_VECTORS
 TOKENIZER: Final = "tokenizer.json"
 MAX_TOKENS: Final = 32_768  # limit for one text, where the tokenizer has none
 # A text with more characters for each token that the model takes is refused, or cut, before it is tokenized: real text has 3
@@ -219,6 +221,11 @@ class TokenizedModel:
             raw = padding + raw if self._pads_left else raw + padding
             pieces += (RAW_ENTRY, encoded_varint(len(raw)), raw)
         return b"".join(pieces)
+
+    def without_padding(self, tokens: NDArray[np.float32], row: TokenRow) -> NDArray[np.float32]:
+        """Return the part of an output (tokens, ...) that belongs to the row's own tokens."""
+        count = len(row.ids)
+        return tokens[-count:] if self._pads_left else tokens[:count]
 
     def _row(self, encoding: Encoding, param: str, index: int) -> TokenRow:
         count = len(encoding)

@@ -36,6 +36,7 @@ from tests.export.hugging_face_folders import (
     image_folder,
     picture_body_folder,
     sentence_folder,
+    sparse_folder,
     text_folder,
     towers_folder,
     write_clip,
@@ -46,6 +47,7 @@ from tests.export.to_onnx.answers import session
 FOLDERS: dict[str, Callable[[Path], Path]] = {
     "embeddings": lambda folder: sentence_folder(folder, "mean_tokens"),
     "feature-extraction": lambda folder: text_folder(folder, "BertModel"),
+    "sparse-embeddings": sparse_folder,
     "text-classification": lambda folder: classifier_folder(folder, "BertForSequenceClassification"),
     "rerank": lambda folder: classifier_folder(folder, "BertForSequenceClassification", ("relevant",)),
     "token-classification": lambda folder: classifier_folder(folder, "BertForTokenClassification"),
@@ -61,6 +63,7 @@ PADDED = "input_ids[1]=0 attention_mask[1]=0"
 PADDING = {
     "embeddings": PADDED,
     "feature-extraction": f"{PADDED} -> last_hidden_state[1]",
+    "sparse-embeddings": PADDED,
     "text-classification": PADDED,
     "rerank": PADDED,
     "token-classification": f"{PADDED} -> logits[1]",
@@ -288,6 +291,33 @@ def test_unknown_layers_of_sentence_transformers_are_refused(tmp_path: Path) -> 
     (folder / "modules.json").write_text(json.dumps(entries))
     with pytest.raises(ExportError, match="names a LSTM; expected Transformer, Pooling, Dense and Normalize"):
         open_hugging_face(folder, SourceOptions())
+
+
+def test_sparse_embeddings_are_those_of_splade(tmp_path: Path) -> None:
+    folder = sparse_folder(tmp_path / "m")
+    source = open_hugging_face(folder, SourceOptions())  # modules.json says the task
+    assert source.task is not None
+    assert source.task.name == "sparse-embeddings"
+    inputs = {name: tensor[:4] for name, tensor in source.samples.inputs.items()}
+    assert (inputs["attention_mask"] == 0).any(), "a text is padded"
+    with torch.no_grad():
+        logits = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()(**inputs).logits
+        weights = torch.log(1 + torch.relu(logits)) * inputs["attention_mask"][..., None]
+        torch.testing.assert_close(source.module(**inputs)["embedding"], weights.amax(1), atol=1e-5, rtol=1e-4)
+        whole = {"input_ids": inputs["input_ids"], "attention_mask": torch.ones_like(inputs["input_ids"])}
+        torch.testing.assert_close(source.module(inputs["input_ids"]), source.module(**whole))
+
+
+def test_a_masked_language_model_makes_sparse_embeddings_where_it_is_said(tmp_path: Path) -> None:
+    folder = text_folder(tmp_path / "m", "BertForMaskedLM")
+    with pytest.raises(UsageError, match="holds a BertForMaskedLM; give its --task: embeddings, "):
+        open_hugging_face(folder, SourceOptions())
+    for task in ("sparse-embeddings", "feature-extraction"):
+        source = open_hugging_face(folder, SourceOptions(task=task))
+        assert source.task is not None
+        assert source.task.name == task
+    with pytest.raises(ExportError, match="has the pooling_strategy 'sum'; expected 'max'"):
+        open_hugging_face(sparse_folder(tmp_path / "sums", pooling_strategy="sum"), SourceOptions())
 
 
 @pytest.mark.parametrize("tower", ["image", "text"])

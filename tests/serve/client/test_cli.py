@@ -87,6 +87,16 @@ def test_infer_answers_machines_with_one_object(server: RunningServer, run: Run,
     assert (code, json.loads((tmp_path / "out.json").read_text())) == (0, json.loads(out))
 
 
+def test_infer_shows_the_times_of_a_request(server: RunningServer, run: Run, digits: Path) -> None:
+    arguments = ("infer", "mlp", "--address", server.address, "--input", f"x={digits}", "--timings")
+    code, out, _ = run(*arguments)
+    shown = [line.partition(": ")[0] for line in out.splitlines() if line.startswith("halfserve.")]
+    assert (code, sorted(shown)) == (0, ["halfserve.compute_ms", "halfserve.queue_ms", "halfserve.total_ms"])
+    rows = ("--input", "x=[[1]]".replace("1", ",".join("1" * 64)), "--stream")
+    code, out, _ = run(*arguments[:4], *rows, "--timings")
+    assert (code, sorted(json.loads(out)["parameters"])) == (0, sorted(shown))
+
+
 def test_nan_and_infinity_become_json_strings(server: RunningServer, run: Run) -> None:
     others = [
         f"in_{wire}=[[1]]"

@@ -52,6 +52,7 @@ class TritonPythonModel:
             self.go.set()
 """
 ASKED = {"text": "hello", "shout": False}
+TIMED = {"halfserve-timings": "true"}
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +172,14 @@ def test_a_client_that_goes_cancels_the_responses_to_come(teller: httpx.Client) 
         assert next(events(answer.iter_lines()))["told"] == "hello"
     wait_until(lambda: failed() > before)
     assert teller.post("/generate", json={**ASKED, "go": True}).status_code == 200  # wakes the model
+
+
+def test_the_times_of_a_request_are_in_a_header_and_in_each_response(teller: httpx.Client) -> None:
+    answer = teller.post("/generate", json=ASKED, headers=TIMED)
+    assert answer.headers["server-timing"] == f"total;dur={answer.json()['halfserve.total_ms']}"
+    with teller.stream("POST", "/generate_stream", json={**ASKED, "times": 2}, headers=TIMED) as answered:
+        first, second = (event["halfserve.total_ms"] for event in events(answered.iter_lines()))
+        assert answered.headers["server-timing"] == f"total;dur={first}"
+    assert 0 < first <= second
+    assert "halfserve.total_ms" in teller.post("/generate", json={**ASKED, "halfserve.timings": True}).json()
+    assert "server-timing" not in teller.post("/generate", json=ASKED).headers

@@ -19,13 +19,16 @@ SPECIAL = ["[PAD]", UNKNOWN, "[CLS]", "[SEP]"]
 WORDS = [*SPECIAL, *["the", "train", "leaves", "at", "seven", "a", "cat", "sleeps", "on", "warm", "wall"]]
 LONGEST = 16  # tokens that the models take
 LABELS = ("good", "bad", "neither")
-SIZES = {"embedder": 8, "ranker": 1, "classifier": len(LABELS)}
-TASKS = {"embedder": "embeddings", "ranker": "rerank", "classifier": "text-classification"}
+SIZES = {"embedder": 8, "ranker": 1, "classifier": len(LABELS), "sparse": 30}
+TASKS = {"embedder": "embeddings", "ranker": "rerank", "classifier": "text-classification", "sparse": "sparse-embeddings"}
 
 
 def table(name: str) -> NDArray[np.float32]:
-    """A row for each word: (words, size)."""
-    return np.random.default_rng(len(name)).standard_normal((len(WORDS), SIZES[name])).astype(np.float32)
+    """A row for each word: (words, size); every second weight of a sparse model is 0."""
+    rows = np.random.default_rng(len(name)).standard_normal((len(WORDS), SIZES[name])).astype(np.float32)
+    if name == "sparse":
+        rows[:, ::2] = 0
+    return rows
 
 
 def tokenizer() -> Tokenizer:

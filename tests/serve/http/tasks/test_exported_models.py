@@ -18,7 +18,15 @@ from halfserve.export.repository.repository_target import RepositoryTarget
 from halfserve.export.sources.hugging_face import open_hugging_face
 from halfserve.export.sources.picture_preparation import proof_pictures
 from halfserve.export.sources.source_options import SourceOptions
-from tests.export.hugging_face_folders import LABELS, SENTENCES, classifier_folder, image_folder, sentence_folder
+from tests.export.hugging_face_folders import (
+    LABELS,
+    SENTENCES,
+    classifier_folder,
+    image_folder,
+    sentence_folder,
+    sparse_folder,
+    text_folder,
+)
 from tests.serve.http.tasks.test_text_routes import served
 
 TEXTS = [" ".join(sentence.split()[: 2 + index % 9]) for index, sentence in enumerate(SENTENCES[:40])]
@@ -38,6 +46,36 @@ def outputs(folder: Path, auto_class: str, *texts: list[str]) -> tuple[Any, Any]
     tokens = tokenizer(*texts, padding=True, return_tensors="pt")
     with torch.no_grad():
         return getattr(transformers, auto_class).from_pretrained(folder).eval()(**tokens), tokens
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_sparse_embeddings_are_those_of_splade(tmp_path: Path) -> None:
+    folder = sparse_folder(tmp_path / "sparse")
+    exported(folder, tmp_path / "models")
+    output, tokens = outputs(folder, "AutoModelForMaskedLM", TEXTS)
+    weights = torch.log1p(torch.relu(output.logits) * tokens["attention_mask"].unsqueeze(-1)).amax(1).numpy()
+    with served(tmp_path / "models") as client:
+        answers = client.post("/embed_sparse", json={"inputs": TEXTS}).json()
+    dense = np.zeros_like(weights)
+    for row, answer in zip(dense, answers, strict=True):
+        row[[entry["index"] for entry in answer]] = [entry["value"] for entry in answer]
+    cosines = (dense * weights).sum(1) / np.linalg.norm(dense, axis=1) / np.linalg.norm(weights, axis=1)
+    assert cosines.min() >= 0.9999
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_vectors_of_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    folder = text_folder(tmp_path / "tokens", "BertModel")
+    exported(folder, tmp_path / "models")
+    output, tokens = outputs(folder, "AutoModel", TEXTS)
+    with served(tmp_path / "models") as client:
+        answers = client.post("/embed_all", json={"inputs": TEXTS}).json()
+    for answer, vectors, mask in zip(answers, output.last_hidden_state.numpy(), tokens["attention_mask"], strict=True):
+        own, theirs = np.array(answer), vectors[: int(mask.sum())]
+        assert own.shape == theirs.shape
+        assert ((own * theirs).sum(1) / np.linalg.norm(own, axis=1) / np.linalg.norm(theirs, axis=1)).min() >= 0.9999
 
 
 @pytest.mark.long

@@ -60,7 +60,7 @@ def test_a_request_of_many_rows_queues_a_few_in_each_step() -> None:
 
     async def run() -> list[bytes]:
         gone = asyncio.get_running_loop().create_future()
-        request = Request({"type": "http", "client": ("127.0.0.1", 1), CLIENT_GONE: gone})
+        request = Request({"type": "http", "headers": [], "client": ("127.0.0.1", 1), CLIENT_GONE: gone})
         memory = RequestMemory(MemoryBudget(2**30))
         rows = RowRequests(cast("InferenceEntry", entry), Maker(), range(ROWS), AT_ONCE, memory, None)
         return await asyncio.wait_for(rows.gather(request), 60)

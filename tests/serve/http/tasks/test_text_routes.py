@@ -310,3 +310,14 @@ def test_no_request_fails_while_versions_take_over(text_repository: Path, tmp_pa
         for task in asking:
             task.result()
     assert set(statuses) == {200}
+
+
+def test_the_header_server_timing_covers_all_texts_of_a_request(texts: httpx.Client) -> None:
+    body = {"inputs": ["the cat", "the train"]}
+    answer = texts.post("/embed?model=embedder", json=body, headers={"halfserve-timings": "true"})
+    named = dict(entry.split(";dur=") for entry in answer.headers["server-timing"].split(", "))
+    assert list(named) == ["queue", "compute", "total"]
+    assert max(float(named["queue"]), float(named["compute"])) <= float(named["total"]) + 0.002
+    plain = texts.post("/embed?model=embedder", json=body)
+    assert "server-timing" not in plain.headers
+    assert plain.json() == answer.json()
