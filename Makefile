@@ -1,5 +1,5 @@
 # One-word tasks. Each makes the virtual environment first and installs what it uses, so any of them works on a fresh clone.
-.PHONY: help install dev compile demo test test-long test-all test-plain gpu gpu-bundle docs lint types proto manifests clean
+.PHONY: help install dev compile demo test test-long test-all test-plain gpu gpu-bundle docs lint types proto manifests release clean
 .DEFAULT_GOAL := help
 
 # The first Python >= 3.11 that can make a virtual environment; `make test PYTHON=/path/to/python3` chooses another.
@@ -25,16 +25,17 @@ help:
 	@echo "make types   mypy, strict; where CI is set, basedpyright too"
 	@echo "make proto   regenerate protos/*_pb2.py and their stubs from the .proto files"
 	@echo "make manifests  render deploy/manifests from the Helm chart, once for each file in deploy/values"
+	@echo "make release build the archives of a release, check them, and try each in an empty environment, in build/release"
 	@echo "make clean   remove the environment and what runs have written"
 
 # uv resolves and installs in a tenth of pip's time, from the indexes and folders and within the constraints that pip is set to.
-UV = eval "$$($(BIN)/pip config list | sort -r | sed -nE -e 's/\\n/ /g' -e '/find-links=/s/ /,/g' \
+UV_SETTINGS = eval "$$($(BIN)/pip config list | sort -r | sed -nE -e 's/\\n/ /g' -e '/find-links=/s/ /,/g' \
 	-e "s/^[^']*\.index-url='(.*)'$$/export UV_DEFAULT_INDEX='\1'/p" \
 	-e "s/^[^']*\.extra-index-url='(.*)'$$/export UV_EXTRA_INDEX_URL='\1' UV_INDEX_STRATEGY=unsafe-best-match/p" \
 	-e "s/^[^']*\.find-links='(.*)'$$/export UV_FIND_LINKS='\1'/p" \
 	-e "s/^[^']*\.constraint='(.*)'$$/export UV_CONSTRAINT='\1'/p" \
-	-e "s/^[^']*\.cert='(.*)'$$/export SSL_CERT_FILE='\1'/p")"; \
-	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --constraint constraints.txt
+	-e "s/^[^']*\.cert='(.*)'$$/export SSL_CERT_FILE='\1'/p")"
+UV = $(UV_SETTINGS); VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quiet --constraint constraints.txt
 
 # What the demo and the README use. The hot path is compiled while packages are downloaded, and needs none of them. It takes two
 # cores most of a minute, so that only targets that start servers compile it: whoever changes export needs no compiled server.
@@ -143,6 +144,12 @@ manifests: $(READY)
 		to=deploy/manifests/$$(basename $$values) && \
 		echo "# Written by make manifests from deploy/halfserve and $$values." > $$to && \
 		$(BIN)/helm template halfserve deploy/halfserve --namespace models --values $$values >> $$to || exit 1; done
+
+# It needs uv, helm and torch, as the demo and the tests do. PYTHONS chooses interpreters; without it, those on PATH are taken.
+release: $(READY)
+	@$(UV) --requirement pyproject.toml --extra release
+	@$(UV_SETTINGS); PATH="$(abspath $(BIN)):$$PATH" UV_CONSTRAINT="$${UV_CONSTRAINT:-} $(abspath constraints.txt)" \
+		$(BIN)/python -m deploy.release $(addprefix --python ,$(PYTHONS))
 
 clean:
 	find serve -name "*.so" -delete

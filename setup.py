@@ -186,6 +186,7 @@ def _say(text: str) -> None:
 
 setup(
     packages=find_namespace_packages(include=["halfserve", "halfserve.*"], exclude=["*.static", "*.__pycache__"]),
-    ext_modules=[Extension(PLACEHOLDER, [])],
+    # Without them a wheel is for any platform.
+    ext_modules=[Extension(PLACEHOLDER, [])] if os.environ.get(COMPILED["SWITCH"], "1") == "1" else [],
     cmdclass={"build_ext": CompileHotPath},
 )

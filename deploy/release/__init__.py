@@ -1,0 +1,1 @@
+"""What `make release` does: build, check, try and describe the files of a release."""
