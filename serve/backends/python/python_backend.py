@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -34,6 +34,7 @@ from halfserve.serve.engine.errors import BackendError, InferenceError, Instance
 from halfserve.serve.engine.execution.output_backlog import OutputBacklog
 from halfserve.serve.engine.requests import CallingExecution, InferRequest
 from halfserve.serve.engine.results import BegunBatch, LaterAnswer
+from halfserve.serve.engine.sequences.slot_batches import SlotInputs
 from halfserve.serve.engine.tensors import LateInputs, Tensors
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class _Execution(NamedTuple):
         header: header of its message.
         tensors: inputs of all its requests.
         numbered: its requests by their numbers in messages.
+        unasked: numbers of the requests that stand for slots of sequences without one; their answers are dropped.
         failed: errors of requests whose inputs cannot be read, by their places in the batch.
         caller: the execution as the models that it calls know it.
     """
@@ -89,6 +91,7 @@ class _Execution(NamedTuple):
     header: dict[str, Any]
     tensors: list[WireTensor]
     numbered: Mapping[int, InferRequest]
+    unasked: Collection[int]
     failed: Mapping[int, InferenceError]
     caller: CallingExecution
 
@@ -222,6 +225,8 @@ class PythonBackend(RequestBackend):
             execution.caller.end()
             if not self._model.is_decoupled:
                 self._open.discard(numbered)
+        if execution.unasked:
+            answers = [answer for number, answer in zip(numbered, answers, strict=True) if number not in execution.unasked]
         if not failed:
             return answers
         rest = iter(answers)
@@ -234,15 +239,25 @@ class PythonBackend(RequestBackend):
         tensors: list[WireTensor] = []
         failed: dict[int, InferenceError] = {}
         numbered: dict[int, InferRequest] = {}
+        unasked = set[int]()
         for place, request in enumerate(requests):
+            inputs = request.inputs
+            empty = [] if type(inputs) is not SlotInputs else [_empty_slot(request, row) for row in inputs.before()]
             try:
-                given = [to_wire(name, self._dtypes[name], request.inputs[name]) for name in request.inputs]
+                given = [
+                    to_wire(name, self._dtypes[name], values[name])
+                    for values in (*[slot.inputs for slot in empty], inputs.own if type(inputs) is SlotInputs else inputs)
+                    for name in values
+                ]
             except InferenceError as error:
                 failed[place] = error
                 continue
-            number = next(self._numbers)
-            numbered[number] = request
-            messages.append(request_message(request, number, model.name, model.version))
+            for one in (*empty, request):
+                number = next(self._numbers)
+                numbered[number] = one
+                messages.append(request_message(one, number, model.name, model.version))
+                if one is not request:
+                    unasked.add(number)
             tensors += given
         self._open.add(numbered)
         if model.is_decoupled:
@@ -250,7 +265,7 @@ class PythonBackend(RequestBackend):
                 self._progress[number] = progress = ReadingProgress(self._copy.reply, number)
                 request.progress = progress
         self._copy.calls.caller = caller = CallingExecution(model.label, tuple(numbered.values()))
-        return _Execution({"k": "execute", "requests": messages}, tensors, numbered, failed, caller)
+        return _Execution({"k": "execute", "requests": messages}, tensors, numbered, unasked, failed, caller)
 
     def _answers(self, execution: _Execution, *, is_begun: bool) -> list[Outcome]:
         numbered = execution.numbered
@@ -296,7 +311,8 @@ class PythonBackend(RequestBackend):
     ) -> Tensors | InferenceError:
         if "error" in message:
             return error_of(message["error"])
-        return self._reader.outputs(request.outputs, request.rows, tensors, message.get("p"))
+        rows = 1 if type(request.inputs) is SlotInputs else request.rows
+        return self._reader.outputs(request.outputs, rows, tensors, message.get("p"))
 
     def _lost(self, numbered: Mapping[int, InferRequest]) -> list[Outcome]:
         """Errors for requests of a decoupled model whose process has ended; those with a final response are done."""
@@ -382,3 +398,10 @@ class PythonBackend(RequestBackend):
         finally:
             limit.cancel()
         self._runner.kill()
+
+
+def _empty_slot(request: InferRequest, inputs: Tensors) -> InferRequest:
+    """Return the request of a slot without one, as Triton passes it to a model: its controls say that it is not ready."""
+    empty = InferRequest(inputs, request.outputs, 1, None, None, lambda _: None)
+    empty.cancelled = True  # what the model answers is dropped
+    return empty

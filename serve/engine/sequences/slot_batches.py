@@ -1,7 +1,7 @@
 """Batches with a row per slot: the strategy `direct`, for models with a control input that marks the rows that are ready.
 
 Each sequence has a slot, and its requests have the slot's row in every batch. Rows without a request belong to the next row
-with a request: that request brings several rows, of which the last one is its own.
+with a request: that request brings several rows, of which the last one is its own. A Python model gets a request for each row.
 """
 
 from __future__ import annotations
@@ -37,6 +37,15 @@ class SlotInputs(Mapping[str, Array]):
         self._given = given
         self._missing = missing
         self._not_ready = not_ready
+
+    @property
+    def own(self) -> Tensors:
+        """The inputs of the request alone."""
+        return self._given
+
+    def before(self) -> list[Tensors]:
+        """Return the inputs of each row that is not ready."""
+        return [{**self._given, **self._not_ready}] * self._missing
 
     def __getitem__(self, name: str) -> Array:
         own = self._given[name]
