@@ -23,9 +23,7 @@ from tests.serve.running_server import WAIT_S
 from tests.serve.test_server import serving
 
 pytestmark = pytest.mark.long
-pytest.importorskip(
-    "openvino_genai", reason="needs openvino-genai, which `make dev` installs"
-)
+pytest.importorskip("openvino_genai", reason="needs openvino-genai, which `make dev` installs")
 
 from halfserve.examples.generation.tiny_model import save_tiny_model  # noqa: E402  (needs openvino-tokenizers)
 
