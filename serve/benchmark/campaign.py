@@ -94,7 +94,10 @@ def _compared(campaign: Campaign, progress: ProgressBar) -> tuple[BenchmarkRepor
     lines: list[ComparedLevel] = []
     names = _names(places)
     with ExitStack() as stack:
-        targets = [stack.enter_context(LoadTarget(address, models, options)) for address, models in places]
+        targets: list[LoadTarget] = []
+        for address, models in places:
+            targets.append(stack.enter_context(LoadTarget(address, models, options)))
+            options = replace(options, usual_shapes={**targets[-1].chosen_shapes, **options.usual_shapes})
         progress.begin("comparing", len(campaign.loads) * campaign.rounds * len(places))
         for target in targets:
             for note in target.notes:
@@ -142,6 +145,7 @@ def _report(campaign: Campaign, target: LoadTarget) -> BenchmarkReport:
         address=campaign.address,
         provider=target.provider,
         command=campaign.command,
+        notes=target.notes,
         goal=campaign.goal,
     )
 

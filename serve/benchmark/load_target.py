@@ -16,7 +16,9 @@ import numpy as np
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.cluster_pb2 import Directory, Member
 from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
+from halfserve.serve.benchmark.free_sizes import choices, declared_shapes, refused_text
 from halfserve.serve.benchmark.level import ServerTotals
 from halfserve.serve.benchmark.load.load_generator import LoadGenerator
 from halfserve.serve.benchmark.load.spec import LoadEndpoint, TlsPaths
@@ -32,6 +34,8 @@ from halfserve.serve.client.errors import ClientError
 from halfserve.serve.client.infer_messages import Parameter, SharedSlice
 from halfserve.serve.engine.cuda_driver import CudaError, cuda_driver
 
+# What servers answer to a size that the model cannot compute, such as more tokens than it has positions for.
+SIZE_REFUSALS = ("INVALID_ARGUMENT", "INTERNAL", "UNKNOWN")
 ALIGNMENT = 64  # alignment of each tensor in bytes; the width of a vector register
 SharedMemory: TypeAlias = Literal["system", "cuda"]
 
@@ -123,6 +127,8 @@ class RequestSettings:
     batch_size: int = 1  # rows per request
     # Shapes of inputs with variable sizes, by name, without the batch dimension; requests use them in turn.
     shapes: Sequence[Mapping[str, Sequence[int]]] = ()
+    # Shapes to try first for inputs of any size that `shapes` leaves out: those of another target, to compare like with like.
+    usual_shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)  # input name -> array or parsed JSON
     zeros: bool = False  # whether other inputs are zeros instead of random
     parameters: Mapping[str, Parameter] = field(default_factory=dict)  # parameters of every request
@@ -151,6 +157,7 @@ class LoadTarget:
         self.versions: dict[str, str] = {}  # version that answered, by model
         self.provider: str | None = None  # execution provider of the first model; None if the server does not say
         self.notes: list[str] = []  # one line for each change made to the given inputs
+        self.chosen_shapes: dict[str, Sequence[int]] = {}  # shapes by input that no option gave
         self.plain_requests: list[ModelInferRequest] = []  # requests to the first model with their tensors in the message
         self._names: set[str] = set()  # names of the models, in requests and in the server's own metadata
         self._options = options
@@ -228,14 +235,35 @@ class LoadTarget:
         )
         self.provider = self.provider or provider_of(config)
         variants = [{k: v for k, v in shapes.items() if k in names} for shapes in options.shapes or [{}]]
-        found = [self._tried(model, replace(plan, shapes=shapes)) for shapes in variants]
+        found = [self._sized(model, replace(plan, shapes=shapes), config) for shapes in variants]
         return [requests[i % len(requests)] for i in range(max(map(len, found))) for requests in found]
+
+    def _sized(self, model: str, plan: RequestPlan, config: ModelConfig) -> list[ModelInferRequest]:
+        """Return the plan's requests, with sizes that the model answers for inputs of any size without one."""
+        rows = 1 if config.max_batch_size else 0
+        chosen = {**{name: array.shape[rows:] for name, array in plan.given.items()}, **plan.shapes}
+        declared = declared_shapes(plan.metadata, config.max_batch_size)
+        if not any(-1 in shape for name, shape in declared.items() if name not in chosen):
+            return self._tried(model, plan)
+        reason = ""
+        for choice in choices(plan.metadata, config, chosen, self._options.usual_shapes):
+            try:
+                requests = self._tried(model, replace(plan, shapes={**plan.shapes, **choice.shapes}))
+            except ClientError as error:
+                if error.code not in SIZE_REFUSALS:
+                    raise
+                reason = str(error)
+            else:
+                self.notes.append(choice.note)
+                self.chosen_shapes |= choice.shapes
+                return requests
+        raise BenchmarkArgumentError(refused_text(model, plan.metadata, config.max_batch_size, plan.shapes, reason))
 
     def _tried(self, model: str, plan: RequestPlan) -> list[ModelInferRequest]:
         """Return the plan's requests, after one was sent, so that the server's error is raised before any load."""
         requests = plan.requests()
-        self.plain_requests = self.plain_requests or requests
         answer = self.client.infer_message(requests[0])
+        self.plain_requests = self.plain_requests or requests
         self.versions[model] = answer.model_version
         kind = self._options.shared_memory
         if kind is None:
