@@ -6,6 +6,9 @@ The total is measured first, without a profiler. The shares are cProfile's, whic
 with many small calls look somewhat larger than they are. It does not see compiled calls, so measure shares with the sources:
 HALFSERVE_COMPILED=0 python -m benchmarks.request_cost mlp.onnx
 
+With --capture-share 1 and few rounds, all requests are captured: the difference is what one captured request costs the event
+loop. With 0.01 it is what the others pay.
+
 With --cold the processor's caches are emptied before each round, as other programs do it while a server sleeps between the
 requests of one client: python -m benchmarks.request_cost mlp.onnx --in-flight 1 --cold --rounds 300
 
@@ -45,6 +48,7 @@ from halfserve.serve.engine.repository.model_repository import ModelRepository, 
 from halfserve.serve.model_control.control_options import ControlOptions
 from halfserve.serve.model_control.model_control import ModelControl
 from halfserve.serve.model_control.version_loading import VersionLoader
+from halfserve.serve.observability.observe_options import ObserveOptions
 from halfserve.serve.process import infrequent_collection
 from halfserve.serve.protocol.service import INFER_PATH, Service
 from halfserve.serve.transports.grpc_framing import frame
@@ -244,6 +248,28 @@ async def _measure_hits(path: Path, in_flight: int, rounds: int, *, cold: bool) 
     return await _seconds(_client(model, cold=cold), in_flight, rounds)
 
 
+async def _measure_capture(path: Path, in_flight: int, rounds: int, share: float) -> tuple[float, float]:
+    """Seconds of a request, without capture and with it: medians of rounds in turn."""
+    with TemporaryDirectory() as folder:
+        options = ObserveOptions(), ObserveOptions(capture=Path(folder), capture_share=share)
+        services = [Service(InferenceCore([loaded(path)]), server_version="0", observe=chosen) for chosen in options]
+        servers = [Nghttp2Server(service, "127.0.0.1", 0) for service in services]
+        clients = [
+            Client(server.connection(), one_row(service.core.models()[0]))
+            for server, service in zip(servers, services, strict=True)
+        ]
+        seconds: list[list[float]] = [[], []]
+        for number in range(rounds + rounds // 4):
+            for client, of_client in zip(clients, seconds, strict=True):
+                spent = await client.round(in_flight)
+                if number >= rounds // 4:
+                    of_client.append(spent)
+        for service in services:
+            service.observability.close()
+    without, captured = (statistics.median(spent) / in_flight for spent in seconds)
+    return without, captured
+
+
 async def _measure(path: Path, in_flight: int, rounds: int, *, cold: bool) -> tuple[float, Counter[str]]:
     client = _client(loaded(path), cold=cold)
     seconds = await _seconds(client, in_flight, rounds)
@@ -260,6 +286,7 @@ def main(
     in_flight: Annotated[int, typer.Option(min=1, help="Requests that arrive together.")] = 16,
     rounds: Annotated[int, typer.Option(min=4)] = 3000,
     cold: Annotated[bool, typer.Option("--cold", help="Empty the processor's caches before each round.")] = False,
+    capture_share: Annotated[float, typer.Option(min=0, max=1, help="Also measure a server that captures this share.")] = 0,
 ) -> None:
     """Print the microseconds of a request, and of each part of the server."""
     import uvloop  # noqa: PLC0415  (has no wheel for Windows)
@@ -275,9 +302,15 @@ def main(
             return
         seconds, by_room = runner.run(_measure(model, in_flight, rounds, cold=cold))
         hit = runner.run(_measure_hits(model, in_flight, rounds, cold=cold))
+        pair = runner.run(_measure_capture(model, in_flight, rounds, capture_share)) if capture_share else None
     build, caches = build_in_use().name, ", cold caches" * cold
     print(f"{seconds * 1e6:.1f} us a request, {in_flight} at a time (median of {rounds} rounds, {build} build{caches})")
     print(f"{hit * 1e6:.1f} us a request that the response cache answers")
+    if pair is not None:
+        without, captured = pair
+        print(
+            f"{captured * 1e6:.1f} us where {capture_share:g} are captured, {without * 1e6:.1f} us without (medians, in turn)"
+        )
     if build == "compiled":
         print(f"The parts of the sources, as the profiler does not see compiled calls: set {SWITCH}=0.")
         return

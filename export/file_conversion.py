@@ -65,7 +65,8 @@ def convert(
     Args:
         source: The float32 model.
         target: The file to write.
-        samples: Arrays by input name, samples first, or a file that `numpy.savez` wrote; by default random inputs.
+        samples: Arrays by input name, samples first, a file that `numpy.savez` wrote, or a folder of captured requests; by
+            default random inputs.
         budget: How much the converted model may differ; the usual budget of its type by default.
         labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
         overwrite: Whether an existing model at `target` may be replaced.
@@ -80,13 +81,13 @@ def convert(
         BudgetExceeded: The converted model is over budget; nothing was written.
         ExportError: The conversion fails for another reason; nothing was written.
     """
+    from halfserve.export.captured_samples import given_samples  # noqa: PLC0415  (slow to import)
     from halfserve.export.certificate.budget import usual_budgets  # noqa: PLC0415  (slow to import)
     from halfserve.export.verification.generated.synthetic import synthetic_samples  # noqa: PLC0415  (slow to import)
-    from halfserve.export.verification.samples import SampleSet, load_samples  # noqa: PLC0415  (slow to import)
 
     given = Path(samples) if isinstance(samples, str) else samples
     verification = Verification(
-        samples=synthetic_samples if given is None else lambda model: SampleSet(inputs=load_samples(given, model)),
+        samples=synthetic_samples if given is None else lambda model: given_samples(given, model),
         budget=budget or usual_budgets(),
         labels=labels,
         key=signing_key(certificate_key),
@@ -284,6 +285,7 @@ def _verified(
         conversion=report,
         placement=None if isinstance(placement, str) else placement.to_json(),
         notes=(*samples.notes, *verification.notes),
+        traffic=samples.traffic,
     )
     certificate = certified(
         open_model(done.staged.path),

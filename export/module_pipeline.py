@@ -165,7 +165,9 @@ def export_verified(
         if target.max_batch_size > 1:
             require_batch_invariance(reference, call.names, call.tensors)
         verification = Verification(
-            samples=lambda _: SampleSet(inputs=[tensor.numpy(force=True) for tensor in call.tensors], note=samples.note),
+            samples=lambda _: SampleSet(
+                inputs=[tensor.numpy(force=True) for tensor in call.tensors], note=samples.note, traffic=samples.traffic
+            ),
             budget=budget or usual_budgets(),
             reference=reference,
             labels=None if samples.labels is None else samples.labels.numpy(force=True),

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from halfserve.amp_core.calling import arguments_of
 from halfserve.amp_core.checkpoint import build_data, load_checkpoint
 from halfserve.amp_core.checkpoint import call_factory as _call_factory  # type: ignore[attr-defined]  # (a checkpoint names factories)
+from halfserve.export.certificate.certificate import SampledTraffic
 from halfserve.export.export_errors import ExportError, UsageError
 
 EXAMPLES = 2
@@ -33,11 +34,13 @@ class Samples:
         inputs: A tensor, or tensors in tuples, lists and dicts, as the items have them; the first dimension counts the samples.
         labels: int64, shape (samples,), where the targets are single whole numbers; else None.
         note: A remark for the certificate.
+        traffic: The captured requests that they are; None for others.
     """
 
     inputs: Any
     labels: Tensor | None
     note: str = ""
+    traffic: SampledTraffic | None = None
 
     def noting(self, remark: str) -> Samples:
         """Return these samples with one more remark in the note; "" adds none."""

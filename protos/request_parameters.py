@@ -19,6 +19,7 @@ SEQUENCE_START: Final = "sequence_start"
 SEQUENCE_END: Final = "sequence_end"
 EMPTY_FINAL: Final = "triton_enable_empty_final_response"
 BINARY_OUTPUTS: Final = "binary_data_output"
+CAPTURE: Final = "halfserve.capture"
 RESERVED_PREFIX: Final = "triton_"  # a client's own parameter must not begin with this
 
 
@@ -67,5 +68,10 @@ REQUEST_PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     BINARY_OUTPUTS: RequestParameter(
         values="true or false",
         meaning="Over REST: outputs that the request does not name are answered as bytes behind the JSON.",
+    ),
+    CAPTURE: RequestParameter(
+        values="true or false",
+        meaning="false: the request is not captured, even if the server captures requests.",
+        changes_answer=False,
     ),
 }

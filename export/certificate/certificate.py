@@ -24,6 +24,41 @@ SCHEMA_VERSION = 7
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampledTraffic:
+    """Captured requests of a server that a model was verified on.
+
+    Attributes:
+        model: Name of the model that they were captured of.
+        versions: Its versions that answered them.
+        requests: Count of requests that were compared.
+        left_out: Counts of other captured requests, by the reason why they were not compared.
+        first_utc: Arrival of the first captured request in ISO 8601.
+        last_utc: Arrival of the last one.
+        shards: Count of files that hold them.
+        shards_sha256: SHA-256 of the files' SHA-256 in hexadecimal, one a line, in the order of their names.
+    """
+
+    model: str
+    versions: tuple[int, ...]
+    requests: int
+    left_out: dict[str, int] = field(default_factory=dict)
+    first_utc: str
+    last_utc: str
+    shards: int
+    shards_sha256: str
+
+    @property
+    def text(self) -> str:
+        """A line for people."""
+        reasons = "; ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
+        versions = f"version{'s' * (len(self.versions) > 1)} {', '.join(map(str, self.versions))}"
+        return (
+            f"the samples are {self.requests:,} captured requests of {self.model} {versions}, {self.first_utc} to "
+            f"{self.last_utc}" + (f"; left out: {reasons}" if reasons else "")
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Certificate(PrecisionVerdict):
     """The verdicts on one ONNX file: its own, and those in further precisions.
 
@@ -43,6 +78,7 @@ class Certificate(PrecisionVerdict):
             `halfserve.protos.certificates.bound_settings`); None for a file without one, and in older certificates.
         reference_bytes: Size of the float32 model as ONNX, where known.
         samples: Count of compared samples.
+        traffic: The captured requests that the samples are; None for other samples.
         sizes: The sizes that were tried of each dimension whose size may vary, the batch's left out, by its name; the samples'
             own first, then longer ones. Empty where no dimension varies, and in certificates before version 6.
         probe: The optimisation level at which ONNX Runtime runs the file.
@@ -68,6 +104,7 @@ class Certificate(PrecisionVerdict):
     settings: dict[str, str] | None = None
     reference_bytes: int | None = None
     samples: int
+    traffic: SampledTraffic | None = None
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     probe: Probe
     versions: dict[str, str] = field(default_factory=dict)

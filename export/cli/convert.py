@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from halfserve.export.captured_samples import MOST, given_samples
 from halfserve.export.certificate.certificate import signing_key
 from halfserve.export.cli.output import as_plain, print_conversion, run_explained
 from halfserve.export.cli.shared_options import (
@@ -29,7 +30,7 @@ from halfserve.export.conversion_targets import ConversionTarget, FileTarget
 from halfserve.export.export_errors import UsageError
 from halfserve.export.file_conversion import convert_verified
 from halfserve.export.verification.criteria import Verification
-from halfserve.export.verification.samples import SampleSet, load_samples
+from halfserve.export.verification.samples import SampleSet
 from halfserve.option_groups import takes_option_groups
 
 if TYPE_CHECKING:
@@ -44,8 +45,12 @@ class ConvertedSamples:
 
     verify: Annotated[bool, verification(help="Compare the result with the source before it is written.")] = True
     samples: Annotated[
-        Path | None, verification(help="An .npz with an array per input to verify on; by default inputs are made up.")
+        Path | None,
+        verification(
+            help="An .npz with an array per input to verify on, or a folder of captured requests; by default made up."
+        ),
     ] = None
+    max_samples: Annotated[int, verification(min=1, help="How many captured samples to verify on, at most.")] = MOST
     dim: Annotated[
         list[str] | None, verification(help="Size of a variable dimension for made-up inputs, as NAME=SIZE; may be repeated.")
     ] = None
@@ -60,7 +65,7 @@ class ConvertedSamples:
 
         def load(model: ModelFile) -> SampleSet:
             if self.samples is not None:
-                return SampleSet(inputs=load_samples(self.samples, model))
+                return given_samples(self.samples, model, most=self.max_samples)
             from halfserve.export.verification.generated.synthetic import synthetic_samples  # noqa: PLC0415  (slow to import, and needed only here)
 
             return synthetic_samples(model, dims=sizes)
@@ -116,6 +121,8 @@ def convert(
     by weight. The file contains its certificate, which `halfserve verify TARGET` shows and a server checks.
 
     Example: halfserve convert model.onnx model.fp16.onnx --samples samples.npz
+
+    Example: halfserve convert model.onnx --repository models --samples captured/model
 
     Example: halfserve convert model.onnx model.bf16.onnx --dtype bfloat16 --upgrade-opset
 

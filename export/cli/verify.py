@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from halfserve.export.captured_samples import MOST, given_samples
 from halfserve.export.certificate.budget import Budget
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
 from halfserve.export.certificate.embed import certificate_of
@@ -34,7 +35,7 @@ from halfserve.export.half_types import Accumulators, HalfName
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.onnx_files.model_writer import write_atomically
 from halfserve.export.verification.generated.synthetic import synthetic_samples
-from halfserve.export.verification.samples import SampleSet, load_labels, load_samples
+from halfserve.export.verification.samples import load_labels
 from halfserve.export.verification.verify import verify as verify_models
 from halfserve.option_groups import takes_option_groups
 
@@ -49,8 +50,10 @@ class ComparedSamples:
     """Inputs to compare the models on."""
 
     samples: Annotated[
-        Path | None, _samples(help="An .npz with an array per input, samples first; by default inputs are made up.")
+        Path | None,
+        _samples(help="An .npz with an array per input, samples first, or a folder of captured requests; by default made up."),
     ] = None
+    max_samples: Annotated[int, _samples(min=1, help="How many captured samples to compare on, at most.")] = MOST
     labels: Annotated[Path | None, _samples(help="An .npy with the true class of every sample, for the accuracy.")] = None
     dim: Annotated[
         list[str] | None,
@@ -150,7 +153,10 @@ def verify(
     wide, half = open_model(reference), open_model(candidate)
     budgets = budget.budgets()
     path = given.samples
-    judged_on = synthetic_samples(wide, dims=sizes) if path is None else SampleSet(inputs=load_samples(path, wide))
+    if path is None:
+        judged_on = synthetic_samples(wide, dims=sizes)
+    else:
+        judged_on = given_samples(path, wide, most=given.max_samples, batch_size=given.batch_size)
     try:
         with hint_for_synthetic_inputs(synthetic=path is None), stderr.status("verifying"):
             verdict = verify_models(
@@ -168,6 +174,7 @@ def verify(
                 target_device="cpu" if target.provider == "cpu" else "any",
                 cuda=None if target.provider == "auto" else target.provider == "cuda",
                 notes=judged_on.notes,
+                traffic=judged_on.traffic,
             )
     except BudgetExceeded as error:
         _show(error.certificate, html, certificate, as_json=as_json)

@@ -21,10 +21,12 @@ from halfserve.export.repository.version_writer import FACTORY
 from halfserve.export.samples import Samples, take_samples
 from halfserve.export.sources.image_libraries import LIBRARIES, open_named_model
 from halfserve.export.sources.python_modules import open_exported_program, open_factory, open_pickled_module
+from halfserve.export.sources.sample_files import array_samples
 from halfserve.export.sources.source import Source, factory_name
 from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.to_onnx.capture import run
 from halfserve.export.to_onnx.forward_call import call_of
+from halfserve.protos.captured_traffic import is_capture
 
 # Windows paths have one letter before the colon.
 FACTORY_NAME = re.compile(r"\w[\w.]+:\w[\w.]*")
@@ -91,7 +93,7 @@ def _open_file(path: Path, options: SourceOptions) -> Source:
     kind = kind_of(path)
     if kind is FileKind.TORCH_ARCHIVE or kind is FileKind.PICKLE:
         if is_checkpoint(path):
-            if options.samples is not None:
+            if options.samples is not None and not is_capture(options.samples):
                 raise UsageError(f"--samples does not belong to a checkpoint: {path} names its held-out set, which is used")
             return _open_checkpoint(path, options)
         if is_state_dict(path):
@@ -106,8 +108,8 @@ def _open_file(path: Path, options: SourceOptions) -> Source:
 
 
 def _open_checkpoint(path: Path, options: SourceOptions) -> Source:
-    """Return the trained model of a checkpoint of `halfserve train`, with held-out samples, training policy and training
-    record.
+    """Return the trained model of a checkpoint of `halfserve train`, with held-out samples or captured requests, and the policy
+    and the record of its training.
 
     Raises:
         ExportError: The checkpoint cannot be read, or its factories are gone or do not fit it.
@@ -116,11 +118,13 @@ def _open_checkpoint(path: Path, options: SourceOptions) -> Source:
         checkpoint = load_checkpoint(path)
     except CheckpointError as error:
         raise ExportError(str(error)) from error
-    model, held_out = _rebuilt(checkpoint, options.max_samples)
+    model, samples = _rebuilt(checkpoint, options.max_samples)
+    if options.samples is not None:  # captured requests
+        samples = array_samples(options.samples, options.max_samples).fitting(model)
     policy, record = _training(checkpoint)
     return Source(
         module=model,
-        samples=held_out,
+        samples=samples,
         name=factory_name(checkpoint.model),
         policy=policy,
         record=record,

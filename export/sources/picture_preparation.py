@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from halfserve.export.captured_samples import captured_files
 from halfserve.export.export_errors import ExportError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.tasks.served_models import Preprocessing
 from halfserve.export.to_onnx.capture import one_line
+from halfserve.protos.captured_traffic import is_capture
 from halfserve.protos.picture_files import MAX_PIXELS
 from halfserve.protos.pictures import EVEN, FILTERS, PREPROCESSING, PicturePreparation, prepared_pixels
 
@@ -161,8 +163,12 @@ def picture_samples(preprocessing: Preprocessing, options: SourceOptions) -> Sam
     """
     from PIL import Image  # noqa: PLC0415  (an extra)
 
-    note = ""
-    if options.samples is not None:
+    note, traffic = "", None
+    if options.samples is not None and is_capture(options.samples):
+        contents, traffic = captured_files(options.samples, options.max_samples)
+        note = traffic.text
+        images = [_read_picture(f"captured picture {number}", BytesIO(file)) for number, file in enumerate(contents)]
+    elif options.samples is not None:
         images = read_pictures(options.samples, options.max_samples)
     else:
         folder, note = files("halfserve.export.tasks").joinpath("pictures"), SHIPPED_PICTURES
@@ -170,7 +176,7 @@ def picture_samples(preprocessing: Preprocessing, options: SourceOptions) -> Sam
     prepared = (_prepared(image, preprocessing) for image in images)
     rows = [torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8) for image in prepared]
     stacked = torch.stack(rows).reshape(len(rows), preprocessing.height, preprocessing.width, 3)
-    return Samples(inputs={"image": stacked}, labels=None, note=note)
+    return Samples(inputs={"image": stacked}, labels=None, note=note, traffic=traffic)
 
 
 def served_preparation(preprocessing: Preprocessing) -> dict[str, bytes]:
@@ -200,22 +206,23 @@ def read_pictures(folder: Path, count: int) -> list[Image]:
     Raises:
         ExportError: It is no folder, has no picture, or one cannot be read.
     """
-    from PIL import Image, ImageOps  # noqa: PLC0415  (an extra)
-
     if not folder.is_dir():
         raise ExportError(f"{folder} is no folder; expected a folder of pictures")
     paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES)[:count]
     if not paths:
         raise ExportError(f"{folder} has no picture; expected files that end in {', '.join(sorted(PICTURES))}")
-    pictures = []
-    for path in paths:
-        try:
-            with Image.open(path) as picture:
-                if picture.width * picture.height > MAX_PIXELS:
-                    raise ExportError(
-                        f"{path} has {picture.width} by {picture.height} pixels; expected at most {MAX_PIXELS:,} in all"
-                    )
-                pictures.append(ImageOps.exif_transpose(picture).convert("RGB"))
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise ExportError(f"{path} is no picture that can be read: {error}") from error
-    return pictures
+    return [_read_picture(str(path), path) for path in paths]
+
+
+def _read_picture(name: str, file: Path | BytesIO) -> Image:
+    from PIL import Image, ImageOps  # noqa: PLC0415  (an extra)
+
+    try:
+        with Image.open(file) as picture:
+            if picture.width * picture.height > MAX_PIXELS:
+                raise ExportError(
+                    f"{name} has {picture.width} by {picture.height} pixels; expected at most {MAX_PIXELS:,} in all"
+                )
+            return ImageOps.exif_transpose(picture).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ExportError(f"{name} is no picture that can be read: {error}") from error

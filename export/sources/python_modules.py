@@ -14,7 +14,7 @@ from halfserve.amp_core.weights.state_dicts import load_into, load_weights, pref
 from halfserve.export.export_errors import ExportError
 from halfserve.export.repository.version_writer import FACTORY
 from halfserve.export.samples import Samples, model_of
-from halfserve.export.sources.sample_files import read_arrays
+from halfserve.export.sources.sample_files import array_samples
 from halfserve.export.sources.source import Source, factory_name, repository_name, with_training
 from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.to_onnx.capture import one_line
@@ -79,7 +79,7 @@ def open_exported_program(path: Path, options: SourceOptions) -> Source:
     except Exception as error:  # torch raises anything for a damaged file
         raise ExportError(f"cannot read the program {path}: {one_line(error)}; save it again with torch.export.save") from error
     if options.samples is not None:
-        samples = Samples(inputs=read_arrays(options.samples, options.max_samples), labels=None)
+        samples = array_samples(options.samples, options.max_samples)
     else:
         samples = Samples(inputs=_examples(program, path), labels=None, note=OWN_EXAMPLES)
     return Source(module=_Evaluated(module), samples=samples, name=repository_name(path.stem))
@@ -118,4 +118,4 @@ def _samples(options: SourceOptions, source: str) -> Samples:
             f"{source} brings no samples, and without any nothing is proved; write some of your inputs with "
             "numpy.savez('samples.npz', PARAMETER=array) and give --samples samples.npz"
         )
-    return Samples(inputs=read_arrays(options.samples, options.max_samples), labels=None)
+    return array_samples(options.samples, options.max_samples)

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import wave
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from halfserve.export.captured_samples import captured_arrays, captured_files
+from halfserve.export.certificate.certificate import SampledTraffic
 from halfserve.export.export_errors import ExportError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.verification.samples import UNNAMED, read_array_file
+from halfserve.protos.captured_traffic import is_capture
+
+
+def array_samples(path: Path, count: int) -> Samples:
+    """Return samples from an .npz or .npy file (see `read_arrays`), or captured requests of the commonest shape in a folder.
+
+    Raises:
+        ExportError: They cannot be read, or are texts or files.
+    """
+    if not path.is_dir():
+        return Samples(inputs=read_arrays(path, count), labels=None)
+    arrays, traffic = captured_arrays(path, count)
+    inputs = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+    return Samples(inputs=inputs, labels=None, note=traffic.text, traffic=traffic)
 
 
 def read_arrays(path: Path, count: int) -> Tensor | dict[str, Tensor]:
@@ -41,12 +58,15 @@ def read_arrays(path: Path, count: int) -> Tensor | dict[str, Tensor]:
     return tensors[UNNAMED] if tensors.keys() == {UNNAMED} else tensors
 
 
-def read_sentences(path: Path) -> list[str]:
-    """Return the lines of a text file, empty ones left out.
+def read_sentences(path: Path, count: int) -> tuple[list[str], SampledTraffic | None]:
+    """Return the first lines of a text file, empty ones left out; or the texts of captured requests in a folder.
 
     Raises:
         ExportError: It cannot be read, is not UTF-8, or has no text.
     """
+    if path.is_dir():
+        captured, traffic = captured_files(path, count)
+        return [text.decode("utf-8", "replace") for text in captured], traffic
     try:
         lines = path.read_text("utf-8").splitlines()
     except OSError as error:
@@ -56,7 +76,7 @@ def read_sentences(path: Path) -> list[str]:
     texts = [line for line in lines if line.strip()]
     if not texts:
         raise ExportError(f"{path} has no text; expected a sentence in each line")
-    return texts
+    return texts[:count], None
 
 
 ARRAYS = frozenset({".npy", ".npz"})
@@ -78,10 +98,11 @@ def clip_samples(options: SourceOptions, rate: int) -> Samples:
         raise ExportError(
             f"a model of audio needs clips for its verdict: give --samples FOLDER with .wav files of {rate} Hz, or an .npy"
         )
-    if path.suffix in ARRAYS and not path.is_dir():
-        audio = _array(path, options.max_samples)
+    if is_capture(path) or (path.suffix in ARRAYS and not path.is_dir()):
+        samples = array_samples(path, options.max_samples)
+        audio = _audio(path, samples.inputs)
         _require_length(path, audio.shape[1], rate)
-        return Samples(inputs={"audio": audio}, labels=None)
+        return replace(samples, inputs={"audio": audio})
     if not path.is_dir():
         raise ExportError(f"{path} is no folder; expected a folder of .wav files, or an .npy")
     paths = sorted(entry for entry in path.iterdir() if entry.suffix.lower() == ".wav")[: options.max_samples]
@@ -100,8 +121,7 @@ def _require_length(path: Path, length: int, rate: int) -> None:
         raise ExportError(f"{path} has {length} values a clip, {length / rate:.3f} s; expected at least {SHORTEST_S} s")
 
 
-def _array(path: Path, count: int) -> Tensor:
-    arrays = read_arrays(path, count)
+def _audio(path: Path, arrays: Tensor | dict[str, Tensor]) -> Tensor:
     values = arrays.get("audio") if isinstance(arrays, dict) else arrays
     if values is None or values.dim() != 2 or not values.is_floating_point():
         raise ExportError(f"{path} holds no clips; expected floats of shape (clips, values), in an .npz under the name audio")

@@ -33,7 +33,7 @@ class SourceOptions:
         Path | None,
         verification(
             help="Samples to verify on: an .npz with an array for each parameter of forward, an .npy, a text file with a "
-            "sentence in each line, or a folder of pictures or .wav files."
+            "sentence in each line, a folder of pictures or .wav files, or a folder of captured requests."
         ),
     ] = None
     max_samples: Annotated[int, verification(min=1, help="How many samples to verify on, at most.")] = 1024

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from halfserve.export.certificate.certificate import SampledTraffic
 from halfserve.export.export_errors import ExportError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.sample_files import read_sentences
@@ -90,7 +91,7 @@ def text_samples(
     Raises:
         ExportError: The user's samples cannot be read.
     """
-    texts, note = _texts(options)
+    texts, note, traffic = _texts(options)
     settings = config.get_text_config()
     places = min(tokenizer.model_max_length, getattr(settings, "max_position_embeddings", LONGEST))
     is_masked = MASK in tokenizer.model_input_names
@@ -105,7 +106,7 @@ def text_samples(
     )
     inputs: dict[str, Tensor] = {name: encoded[name] for name in TOKENS if name in encoded}
     dynamic = {name: {1: "length"} for name in inputs} if is_masked else {}
-    return Samples(inputs=inputs, labels=None, note=note), dynamic
+    return Samples(inputs=inputs, labels=None, note=note, traffic=traffic), dynamic
 
 
 def served_tokenizer(
@@ -160,10 +161,12 @@ def _sentence_bound(folder: Path) -> Any:
     return content.get("max_seq_length") if isinstance(content, dict) else None
 
 
-def _texts(options: SourceOptions) -> tuple[Sequence[str], str]:
+def _texts(options: SourceOptions) -> tuple[Sequence[str], str, SampledTraffic | None]:
     if options.samples is None:
-        return files("halfserve.export.tasks").joinpath("sentences.txt").read_text("utf-8").splitlines(), SHIPPED_TEXT
-    return read_sentences(options.samples)[: options.max_samples], ""
+        shipped = files("halfserve.export.tasks").joinpath("sentences.txt").read_text("utf-8").splitlines()
+        return shipped, SHIPPED_TEXT, None
+    texts, traffic = read_sentences(options.samples, options.max_samples)
+    return texts, "" if traffic is None else traffic.text, traffic
 
 
 def padding_values(tokenizer: PreTrainedTokenizerFast, inputs: Iterable[str]) -> dict[str, int]:

@@ -13,6 +13,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.certificate import SampledTraffic
 from halfserve.export.export_errors import ExportError
 
 if TYPE_CHECKING:
@@ -140,11 +141,13 @@ class SampleSet:
         inputs: The samples, as `make_feeds` takes them.
         note: A remark for the certificate: what the samples are and cannot show; "" for none.
         made_up: Whether they are random numbers.
+        traffic: The captured requests that they are; None for others.
     """
 
     inputs: Inputs
     note: str = ""
     made_up: bool = False
+    traffic: SampledTraffic | None = None
 
     def budget(self, budget: Budget) -> Budget:
         """Return the limits on these samples: on made-up ones near-ties are not judged."""

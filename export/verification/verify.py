@@ -15,7 +15,7 @@ import onnx
 import onnxruntime
 
 from halfserve.export.certificate.budget import Budget, usual_budgets
-from halfserve.export.certificate.certificate import Certificate
+from halfserve.export.certificate.certificate import Certificate, SampledTraffic
 from halfserve.export.certificate.embed import graph_sha256
 from halfserve.export.certificate.verdicts import Accuracy, PrecisionVerdict, Risk
 from halfserve.export.conversion_settings import PipelineSettings
@@ -75,6 +75,7 @@ def verify(
     placement: Mapping[str, Any] | None = None,
     cuda: bool | None = None,
     notes: Sequence[str] = (),
+    traffic: SampledTraffic | None = None,
     task: Judge | None = None,
 ) -> Certificate:
     """Compare a float16 or bfloat16 ONNX model with its float32 reference, output by output.
@@ -112,6 +113,7 @@ def verify(
         placement: The provider of each node (`Placement.to_json`), for the certificate.
         cuda: Whether to run on a GPU; by default where there is one.
         notes: Additional notes for the certificate, such as the origin of the samples.
+        traffic: The captured requests that the samples are, for the certificate.
         task: Judges the first output in the terms of the model's task, in place of its rows' argmax.
 
     Raises:
@@ -141,6 +143,7 @@ def verify(
         conversion=conversion,
         placement=placement,
         notes=notes,
+        traffic=traffic,
     )
     return certified(opened, inputs, settings, criteria, details)
 
@@ -155,6 +158,7 @@ class CertificateDetails:
     conversion: SupportsToJson | None = None
     placement: Mapping[str, Any] | None = None
     notes: Sequence[str] = ()
+    traffic: SampledTraffic | None = None
 
 
 def certified(
@@ -196,6 +200,7 @@ def certified(
         graph_sha256=graph_sha256(candidate),
         reference_bytes=details.reference_bytes or (None if onnx_reference is None else onnx_reference.size_bytes),
         samples=feeds.samples,
+        traffic=details.traffic,
         sizes=varying.tried([*feeds.batches, *(case.feed for case in cases)]),
         probe=own.runtime.probe,
         versions=versions(),

@@ -20,9 +20,11 @@ import typer
 
 from halfserve.files.atomic_files import checked_output
 from halfserve.option_groups import takes_option_groups
+from halfserve.protos.captured_traffic import CapturedTraffic
 from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
 from halfserve.serve.benchmark.benchmark_report import BenchmarkReport, write_csv, write_json, write_percentiles
 from halfserve.serve.benchmark.campaign import Campaign, carry_out, default_processes
+from halfserve.serve.benchmark.captured_load import read_captured, replay
 from halfserve.serve.benchmark.level import Load, parse_concurrencies, parse_rates
 from halfserve.serve.benchmark.load.calls import MAX_CONNECTIONS
 from halfserve.serve.benchmark.load.spec import Arrivals
@@ -38,6 +40,7 @@ from halfserve.serve.client.errors import ClientError
 
 LARGEST = 1e8  # largest number of seconds or milliseconds; JSON and clocks cannot represent infinity
 DEFAULT_CONCURRENCIES = "1,2,4,8,16,32,64"
+DEFAULT_SECONDS = 2.0
 EXIT_CODES: dict[type[Exception], int] = {
     BenchmarkArgumentError: 2,
     InputArgumentError: 2,
@@ -83,7 +86,13 @@ class BenchArguments:
         None
     )
     arrivals: Annotated[Arrivals, _load(help="How the requests of a rate follow each other.")] = "poisson"
-    seconds: Annotated[float, _load(help="Length of each level, or of a window of it.", callback=_finite, min=0.01)] = 2.0
+    replay: Annotated[
+        str | None, _load(help="Captured requests at their arrival times instead: 1, or 2 for twice as fast, or 1,2,4.")
+    ] = None
+    seconds: Annotated[
+        float | None,
+        _load(help="Length of each level, or of a window of it; by default 2, and a whole replay.", callback=_finite, min=0.01),
+    ] = None
     requests: Annotated[int | None, _load(help="End each level after so many requests instead.", min=1)] = None
     until_stable: Annotated[
         bool, _load("--until-stable", help="Measure windows of --seconds until three agree within 10 %.")
@@ -99,7 +108,8 @@ class BenchArguments:
         float | None, _comparing(help="Count what is answered within this too.", callback=_finite, min=0.001)
     ] = None
     against: Annotated[
-        list[str] | None, _comparing(help="HOST:PORT/MODEL, or MODEL of the same server, to compare with, in turn.")
+        list[str] | None,
+        _comparing(help="HOST:PORT/MODEL, or MODEL of the same server, to compare with, in turn; or MODEL/VERSION."),
     ] = None
     rounds: Annotated[int, _comparing(help="Rounds of a comparison.", min=1)] = 5
     batch_size: Annotated[str, _requests(help="Rows per request: 1 or 1,8,32.")] = "1"
@@ -109,7 +119,7 @@ class BenchArguments:
     ] = None
     parameter: Annotated[list[str] | None, _requests(help="NAME=VALUE of every request, such as priority=1.")] = None
     inputs: Annotated[list[str] | None, _requests("--input", help="NAME=FILE.npy with rows to send, or JSON.")] = None
-    data: Annotated[str, _requests(help="Other inputs: random, zeros, or FILE.npz.")] = "random"
+    data: Annotated[str, _requests(help="Other inputs: random, zeros, FILE.npz, or a FOLDER of captured requests.")] = "random"
     streaming: Annotated[bool, _requests("--streaming", help="Over ModelStreamInfer.")] = False
     shared_memory: Annotated[
         Literal["none", "system", "cuda"],
@@ -133,7 +143,8 @@ class BenchArguments:
         """Build the measurements that the options describe. Raises BenchmarkArgumentError: an option is malformed, or options
         exclude each other; InputArgumentError: an input or a credential cannot be read.
         """
-        given, zeros = self._data()
+        captured = self._captured(models)
+        given, zeros = self._data() if captured is None else ({}, False)
         most = default_processes()
         processes = self.processes or min(most, self.connections or most)
         goal = None if self.max_latency_ms is None else Goal(percent=self.percentile, max_ms=self.max_latency_ms)
@@ -141,10 +152,10 @@ class BenchArguments:
             address=self.address,
             models=models,
             against=[_against(text, self.address) for text in self.against or []],
-            loads=self._loads(),
+            loads=self._loads(captured),
             how=Measurement(
-                seconds=None if self.requests else self.seconds,
-                requests=self.requests,
+                seconds=None if self.requests or self.replay is not None else self.seconds or DEFAULT_SECONDS,
+                requests=None if self.replay is not None else self.requests,
                 until_stable=self.until_stable,
                 warmup_s=self.warmup,
                 timeout_s=self.timeout,
@@ -157,6 +168,7 @@ class BenchArguments:
                 shapes=parse_shapes(self.shape or []),
                 given=given,
                 zeros=zeros,
+                captured=captured,
                 parameters=parse_parameters(self.parameter or []),
                 version=self.version,
                 streaming=self.streaming,
@@ -175,10 +187,28 @@ class BenchArguments:
         _check(campaign)
         return campaign
 
-    def _loads(self) -> list[Load]:
+    def _captured(self, models: Sequence[str]) -> CapturedTraffic | None:
+        """Return the requests of --data FOLDER; None where it is no folder."""
+        folder = Path(self.data)
+        if not folder.is_dir():
+            if self.replay is not None:
+                raise BenchmarkArgumentError("--replay sends captured requests; expected their folder as --data FOLDER")
+            return None
+        others = {"--input": self.inputs, "--shape": self.shape, "--batch-size": self.batch_size != "1"}
+        if len(models) > 1 or any(others.values()):
+            wrong = next((option for option, value in others.items() if value), "all models but one")
+            raise BenchmarkArgumentError(f"--data {folder}: captured requests of one model go as they are; leave {wrong} out")
+        if self.replay is not None and (self.until_stable or self.max_latency_ms is not None):
+            raise BenchmarkArgumentError("--replay has its own load and length; leave --until-stable and --max-latency-ms out")
+        return read_captured(folder, models[0])
+
+    def _loads(self, captured: CapturedTraffic | None) -> list[Load]:
+        if sum(option is not None for option in (self.concurrency, self.rate, self.replay)) > 1:
+            raise BenchmarkArgumentError("--concurrency, --rate and --replay are kinds of load; expected one of them")
+        if self.replay is not None and captured is not None:
+            speeds = parse_rates(self.replay, "--replay")
+            return [replay(captured, speed, seconds=self.seconds, requests=self.requests) for speed in speeds]
         if self.rate is not None:
-            if self.concurrency is not None:
-                raise BenchmarkArgumentError("--concurrency and --rate are two kinds of load; expected one of them")
             return [Load(rate=number) for number in parse_rates(self.rate)]
         text = self.concurrency or ("1" if self.max_latency_ms is not None else DEFAULT_CONCURRENCIES)
         return [Load(concurrency=number) for number in parse_concurrencies(text)]
@@ -189,7 +219,7 @@ class BenchArguments:
         if data in ("random", "zeros"):
             return read_inputs(inputs), data == "zeros"
         if not data.endswith(".npz"):
-            raise BenchmarkArgumentError(f"--data {data}: expected random, zeros or the name of a .npz file")
+            raise BenchmarkArgumentError(f"--data {data}: expected random, zeros, the name of a .npz file or a folder")
         try:
             return read_inputs([*inputs, data]), False
         except InputArgumentError as error:
@@ -213,6 +243,8 @@ def bench(
     Example: halfserve bench digits --rate 500 --max-latency-ms 5
 
     Example: halfserve bench digits --against digits_fp32
+
+    Example: halfserve bench digits --data captured --replay 1 --against digits/2
     """
     campaign = arguments.campaign(models)
     with sigterm_as_interrupt():
@@ -241,15 +273,18 @@ def _command(arguments: Sequence[str]) -> str:
     return shlex.join(["halfserve", *(re.sub(r"(?s)^(--header=[^:]*:).*", r"\1...", argument) for argument in shown)])
 
 
-def _against(text: str, address: str) -> tuple[str, str]:
-    """(address, model) from an --against option."""
+def _against(text: str, address: str) -> tuple[str, str, str]:
+    """(address, model, version) from an --against option; the version is "" where it has none."""
     scheme = CLUSTER if text.startswith(CLUSTER) else ""
-    place, slash, model = text.removeprefix(scheme).partition("/")
-    if not slash and text:
-        return address, text
-    if ":" not in place or not model:
-        raise BenchmarkArgumentError(f"--against {text}: expected HOST:PORT/MODEL, or MODEL of the same server")
-    return scheme + place, model
+    place, _, rest = text.removeprefix(scheme).partition("/")
+    if ":" not in place:
+        place, scheme, rest = address, "", text
+    model, slash, version = rest.partition("/")
+    if not model or (slash and not re.fullmatch(r"[0-9]+", version)):
+        raise BenchmarkArgumentError(
+            f"--against {text}: expected HOST:PORT/MODEL, or MODEL of the same server, and /VERSION behind for one of it"
+        )
+    return scheme + place, model, version
 
 
 def _check(campaign: Campaign) -> None:

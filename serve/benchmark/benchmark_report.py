@@ -6,9 +6,13 @@ bench.json holds one object:
   bench chose, and other changes of the requests
 - "batch_size": rows per request of the first level; "date": ISO 8601, UTC; "command"
 - "machine": {"platform", "cpus", "python"} of the load generator
+- "capture": of captured requests, {"folder", "model", "captured": their number, "sent": different ones that were sent,
+  "misfits": of another signature, "refused": by the server when they were captured, "first", "last": arrivals, ISO 8601, UTC};
+  null for other requests
 - "goal", "best": for a search, the latency limit, and the index in "levels" of the highest load that met it; else null
 - "levels": one per load, in the order measured:
-    - "concurrency": requests in flight, or "rate": requests per second; the other is null. "batch_size": rows per request
+    - "concurrency": requests in flight, or "rate": requests per second; the other is null. "speed": of a replay of captured
+      arrivals, 1 for as they were captured; else null. "batch_size": rows per request, the mean of captured ones
     - "requests": successful requests; "errors": failed ones; "errors_by_status": {gRPC status: count};
       "error_messages": the first message of each status
     - "seconds", "requests_per_second", "rows_per_second"
@@ -25,8 +29,10 @@ bench.json holds one object:
 - "comparison": one object per load and target: "name", "concurrency" or "rate", "requests_per_second", "p50_ms", "p99_ms",
   "rate_ratio", "p99_ratio" (each {"median", "low", "high"} over the rounds; the ratios are to the first target),
   "mean_batch_size", "errors", "rounds": [level]
-- "differences": one object per target after the first: "name", "outputs": [{"output", "max_abs", "scaled", "mismatched",
-  "agreement"}], "not_compared": outputs that only one side has
+- "differences": one object per target after the first: "name"; "requests": number of requests that both were asked once;
+  "differing": those whose answers differ; "failed": those that only one side answered; "outputs": [{"output", "max_abs",
+  "scaled": the error over the answer's largest value, "mismatched", "agreement", "differing": answers, "class_changes": rows
+  with another argmax, null without classes}]; "not_compared": outputs that only one side has
 
 Where the server keeps no statistics, or was restarted during a load, its figures are null.
 """
@@ -46,6 +52,7 @@ from pathlib import Path
 from typing import Any
 
 from halfserve.files.atomic_files import atomic_file
+from halfserve.serve.benchmark.captured_load import CapturedMessages
 from halfserve.serve.benchmark.comparison import ComparedLevel, Differences
 from halfserve.serve.benchmark.level import Level
 from halfserve.serve.benchmark.load.spec import LatencyHistogram
@@ -67,6 +74,7 @@ class BenchmarkReport:
         goal: latency limit of a search; None without one.
         comparison: results of the compared load targets; empty without a comparison.
         differences: differences between their answers.
+        captured: captured requests that were sent; None for others.
         date: time of the measurement, in UTC.
     """
 
@@ -80,6 +88,7 @@ class BenchmarkReport:
     goal: Goal | None = None
     comparison: Sequence[ComparedLevel] = ()
     differences: Sequence[Differences] = ()
+    captured: CapturedMessages | None = None
     date: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @property
@@ -90,7 +99,7 @@ class BenchmarkReport:
     @property
     def title(self) -> str:
         sizes = sorted({level.batch_size for level in self.levels})
-        rows = "" if sizes in ([], [1]) else f", {'/'.join(map(str, sizes))} rows a request"
+        rows = "" if sizes in ([], [1]) else f", {'/'.join(f'{size:g}' for size in sizes)} rows a request"
         return f"{self.model} version {self.version} on {self.provider or self.address}{rows}"
 
     def to_json(self) -> dict[str, Any]:
@@ -106,6 +115,7 @@ class BenchmarkReport:
             "command": self.command,
             "notes": list(self.notes),
             "machine": {"platform": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()},
+            "capture": self.captured and self.captured.to_json(),
             "goal": self.goal and {"percent": self.goal.percent, "max_ms": self.goal.max_ms},
             "best": None if best is None else list(self.levels).index(best),
             "levels": [level.to_json() for level in self.levels],
@@ -194,7 +204,7 @@ def level_paths(path: Path, report: BenchmarkReport) -> list[tuple[Path, Level]]
 
 
 def _rows(level: Level) -> str:
-    return f"-{level.batch_size}rows"
+    return f"-{level.batch_size:g}rows"
 
 
 def write_percentiles(path: Path, report: BenchmarkReport) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from halfserve.serve.benchmark import BenchmarkError
 from halfserve.serve.benchmark.benchmark_report import BenchmarkReport
-from halfserve.serve.benchmark.comparison import ComparedLevel, compare, differences
+from halfserve.serve.benchmark.comparison import MAX_REQUESTS, ComparedLevel, compare, differences
 from halfserve.serve.benchmark.level import Level, Load
 from halfserve.serve.benchmark.load.spec import INTERRUPTED
 from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
@@ -32,7 +32,8 @@ class Campaign:
     how: Measurement  # settings of each measurement
     options: RequestSettings  # contents and transport of the requests
     batch_sizes: Sequence[int] = (1,)  # rows per request; every load is measured with each
-    against: Sequence[tuple[str, str]] = ()  # (address, model) of each load target to compare with
+    # (address, model, version) of each load target to compare with; the version "" is the server's choice
+    against: Sequence[tuple[str, str, str]] = ()
     goal: Goal | None = None  # latency limit of a search for the highest load; None to measure the loads as they are
     rounds: int = 5  # rounds of a comparison
     command: str = ""  # the command line
@@ -90,24 +91,25 @@ def _levels(campaign: Campaign, target: LoadTarget, progress: ProgressBar) -> It
 
 def _compared(campaign: Campaign, progress: ProgressBar) -> tuple[BenchmarkReport, Ending]:
     options = replace(campaign.options, batch_size=campaign.batch_sizes[0])
-    places = [(campaign.address, list(campaign.models)), *((address, [model]) for address, model in campaign.against)]
+    places = [(campaign.address, campaign.models, options.version)]
+    places += [(address, (model,), version) for address, model, version in campaign.against]
     lines: list[ComparedLevel] = []
     names = _names(places)
     with ExitStack() as stack:
         targets: list[LoadTarget] = []
-        for address, models in places:
-            targets.append(stack.enter_context(LoadTarget(address, models, options)))
+        for address, models, version in places:
+            targets.append(stack.enter_context(LoadTarget(address, models, replace(options, version=version))))
             options = replace(options, usual_shapes={**targets[-1].chosen_shapes, **options.usual_shapes})
         progress.begin("comparing", len(campaign.loads) * campaign.rounds * len(places))
-        for target in targets:
-            for note in target.notes:
-                progress.note(note)
+        for note in dict.fromkeys(note for target in targets for note in target.notes):
+            progress.note(note)
         report = _report(campaign, targets[0])
         ending: Ending = None
         try:
             first, *others = targets
+            most = MAX_REQUESTS if first.captured is None else len(first.plain_requests)
             found = [
-                differences(name, first.client, first.plain_requests, other.client, other.plain_requests)
+                differences(name, first.client, first.plain_requests, other.client, other.plain_requests, most=most)
                 for name, other in zip(names[1:], others, strict=True)
             ]
             report = replace(report, differences=found)
@@ -131,10 +133,17 @@ def _compared_load(
     return compare(names, load, campaign.rounds, measured)
 
 
-def _names(places: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """Distinct names: the model, preceded by the address if the addresses differ, or numbered if all are equal."""
-    several = len({address for address, _ in places}) > 1
-    plain = [f"{address}/{'+'.join(models)}" if several else "+".join(models) for address, models in places]
+def _names(places: Sequence[tuple[str, Sequence[str], str]]) -> list[str]:
+    """Distinct names: the model, preceded by the address and followed by the version if these differ, or numbered if all are
+    equal.
+    """
+    addresses, versions = ({place[at] for place in places} for at in (0, 2))
+    plain = [
+        (f"{address}/" if len(addresses) > 1 else "")
+        + "+".join(models)
+        + (f"/{version}" if len(versions) > 1 and version else "")
+        for address, models, version in places
+    ]
     return [name if plain.count(name) == 1 else f"{name} ({plain[: i + 1].count(name)})" for i, name in enumerate(plain)]
 
 
@@ -144,6 +153,7 @@ def _report(campaign: Campaign, target: LoadTarget) -> BenchmarkReport:
         version="+".join(target.versions[model] for model in campaign.models),
         address=campaign.address,
         provider=target.provider,
+        captured=target.captured,
         command=campaign.command,
         notes=target.notes,
         goal=campaign.goal,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.serve.benchmark.level import Level, Load
 from halfserve.serve.client.array_conversion import Array
 from halfserve.serve.client.client import Client
+from halfserve.serve.client.errors import ClientError, ServerUnavailable
 from halfserve.serve.client.infer_messages import output_arrays
 
 MeasureOne = Callable[[int, Load], Level]
@@ -122,6 +124,8 @@ class Difference:
     scaled: float
     mismatched: int  # elements that are finite on one side only, and differing elements that are not numbers
     agreement: float | None  # fraction of rows [..., classes] with the same argmax; None for outputs without classes
+    class_changes: int | None = None  # rows with another argmax; None for outputs without classes
+    differing: int = 0  # requests whose answers differ in this output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +135,13 @@ class Differences:
     name: str  # name of the target
     outputs: Sequence[Difference]  # one difference per output that both have
     not_compared: Sequence[str]  # outputs that only one target has, or whose shapes differ
+    requests: int = 0  # requests that both targets were asked once
+    differing: int = 0  # requests with answers that differ, the failed ones among them
+    failed: int = 0  # requests that only one target answered
 
     def to_json(self) -> dict[str, Any]:
-        outputs = [vars(difference) for difference in self.outputs]
-        return {"name": self.name, "outputs": outputs, "not_compared": list(self.not_compared)}
+        """Return the object of bench.json's "differences"; see serve/benchmark/benchmark_report.py."""
+        return {**vars(self), "outputs": [vars(one) for one in self.outputs], "not_compared": list(self.not_compared)}
 
 
 def differences(
@@ -143,44 +150,110 @@ def differences(
     requests: Sequence[ModelInferRequest],
     reference: Client,
     reference_requests: Sequence[ModelInferRequest],
+    *,
+    most: int = MAX_REQUESTS,
 ) -> Differences:
     """Send the same inputs to two models and compare the answers; the reference's requests have them in its own datatypes.
 
-    `name` is that of the load target with the reference. Raises ClientError: a request fails.
+    `name` is that of the load target with the reference. At most `most` requests are sent. A request with an id is compared
+    with that of the same id, others with that of the same place.
+
+    Raises:
+        ClientError: a target cannot be reached, or no request was answered by both.
     """
-    found: dict[str, list[tuple[Array, Array]]] = {}
+    tallies: dict[str, _OutputTally] = {}
     alone: set[str] = set()
-    for ours, theirs in list(zip(requests, reference_requests, strict=False))[:MAX_REQUESTS]:
-        first, second = output_arrays(client.infer_message(ours)), output_arrays(reference.infer_message(theirs))
-        alone |= first.keys() ^ second.keys()
-        for output in first.keys() & second.keys():
-            if first[output].shape == second[output].shape:
-                found.setdefault(output, []).append((first[output], second[output]))
-            else:
-                alone.add(output)
-    outputs = [_difference(output, pairs) for output, pairs in sorted(found.items())]
-    return Differences(name=name, outputs=outputs, not_compared=sorted(alone))
+    asked = differing = failed = 0
+    for ours, theirs in islice(_pairs(requests, reference_requests), most):
+        first, second = _answered(client, ours), _answered(reference, theirs)
+        asked += 1
+        if first is None or second is None:
+            failed += first is not second
+            differing += first is not second
+            continue
+        unlike = {output for output in first.keys() | second.keys() if not _have_one_shape(output, first, second)}
+        compared = sorted(first.keys() - unlike)
+        differs = [tallies.setdefault(output, _OutputTally()).add(first[output], second[output]) for output in compared]
+        differing += bool(unlike) or any(differs)
+        alone |= unlike
+    if not tallies and not alone and asked:
+        client.infer_message(requests[0])  # raises the error
+        reference.infer_message(reference_requests[0])
+    return Differences(
+        name=name,
+        outputs=[tally.result(output) for output, tally in sorted(tallies.items())],
+        not_compared=sorted(alone),
+        requests=asked,
+        differing=differing,
+        failed=failed,
+    )
+
+
+def _pairs(
+    requests: Sequence[ModelInferRequest], others: Sequence[ModelInferRequest]
+) -> Iterator[tuple[ModelInferRequest, ModelInferRequest]]:
+    by_id = {other.id: other for other in others if other.id}
+    if not by_id:
+        return zip(requests, others, strict=False)
+    return ((request, by_id[request.id]) for request in requests if request.id in by_id)
+
+
+def _answered(client: Client, request: ModelInferRequest) -> dict[str, Array] | None:
+    """Return the outputs; None for a request that the server refuses. Raises ServerUnavailable: it cannot be reached."""
+    try:
+        return output_arrays(client.infer_message(request))
+    except ServerUnavailable:
+        raise
+    except ClientError:
+        return None
+
+
+def _have_one_shape(output: str, first: Mapping[str, Array], second: Mapping[str, Array]) -> bool:
+    return output in first and output in second and first[output].shape == second[output].shape
 
 
 def _has_numbers(array: Array) -> bool:
     return array.dtype.kind in "fiub" or array.dtype.name == "bfloat16"
 
 
-def _difference(name: str, pairs: Sequence[tuple[Array, Array]]) -> Difference:
-    max_abs = scaled = 0.0
-    mismatched, agreements = 0, []
-    for ours, theirs in pairs:
+class _OutputTally:
+    """Collects the differences in one output, without keeping the answers."""
+
+    def __init__(self) -> None:
+        self._max_abs = self._scaled = 0.0
+        self._mismatched = self._differing = self._changed = 0
+        self._agreements: list[float] = []
+
+    def add(self, ours: Array, theirs: Array) -> bool:
+        """Compare two answers of one shape; return whether they differ."""
         if not (_has_numbers(ours) and _has_numbers(theirs)):
-            mismatched += int((ours != theirs).sum())
-            continue
-        a, b = ours.astype(np.float64), theirs.astype(np.float64)
-        finite = np.isfinite(a) & np.isfinite(b)
-        mismatched += int((np.isfinite(a) != np.isfinite(b)).sum())
-        if finite.any():
-            largest = float(np.abs(a[finite] - b[finite]).max())
-            max_abs = max(max_abs, largest)
-            scaled = max(scaled, largest / max(float(np.abs(b[finite]).max()), SMALLEST))
-        if a.ndim >= 2 and a.shape[-1] > 1 and a.size:  # empty if a detector found nothing
-            agreements.append(float((a.argmax(-1) == b.argmax(-1)).mean()))
-    agreement = sum(agreements) / len(agreements) if agreements else None
-    return Difference(output=name, max_abs=max_abs, scaled=scaled, mismatched=mismatched, agreement=agreement)
+            mismatched = int((ours != theirs).sum())
+            differs = mismatched > 0
+        else:
+            a, b = ours.astype(np.float64), theirs.astype(np.float64)
+            finite = np.isfinite(a) & np.isfinite(b)
+            mismatched = int((np.isfinite(a) != np.isfinite(b)).sum())
+            differs = not np.array_equal(a, b, equal_nan=True)
+            if finite.any():
+                largest = float(np.abs(a[finite] - b[finite]).max())
+                self._max_abs = max(self._max_abs, largest)
+                self._scaled = max(self._scaled, largest / max(float(np.abs(b[finite]).max()), SMALLEST))
+            if a.ndim >= 2 and a.shape[-1] > 1 and a.size:  # empty if a detector found nothing
+                same = a.argmax(-1) == b.argmax(-1)
+                self._changed += int((~same).sum())
+                self._agreements.append(float(same.mean()))
+        self._mismatched += mismatched
+        self._differing += differs
+        return differs
+
+    def result(self, output: str) -> Difference:
+        agreements = self._agreements
+        return Difference(
+            output=output,
+            max_abs=self._max_abs,
+            scaled=self._scaled,
+            mismatched=self._mismatched,
+            agreement=sum(agreements) / len(agreements) if agreements else None,
+            class_changes=self._changed if agreements else None,
+            differing=self._differing,
+        )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from halfserve.protos.inference_pb2 import ModelStatistics
 from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
-from halfserve.serve.benchmark.load.spec import LatencyHistogram, LoadStatistics
+from halfserve.serve.benchmark.load.spec import LatencyHistogram, LoadStatistics, Seconds
 
 NUMBER = r"\d+(?:\.\d+)?"
 RANGE = re.compile(rf"({NUMBER}):({NUMBER})(?::(x?)({NUMBER}))?")
@@ -27,13 +27,21 @@ KEPT_UP = 0.95  # a generator that sent at least this fraction of a rate's reque
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """One load: `concurrency` requests in flight (closed loop), or `rate` requests a second (open loop)."""
+    """One load: `concurrency` requests in flight (closed loop), or `rate` requests a second (open loop).
+
+    A replay of captured arrivals has their `speed`, relative to the time of their capture, and their times, float64 [requests],
+    in seconds after the start; `rate` is then the mean.
+    """
 
     concurrency: int | None = None
     rate: float | None = None
+    speed: float | None = None
+    times_s: Seconds | None = field(default=None, compare=False, repr=False)
 
     @property
     def text(self) -> str:
+        if self.speed is not None:
+            return f"{self.speed:g} times the captured arrivals ({self.rate:.4g} requests/s)"
         return f"{self.concurrency} in flight" if self.rate is None else f"{self.rate:g} requests/s"
 
     @property
@@ -49,11 +57,11 @@ def parse_concurrencies(text: str, option: str = "--concurrency") -> list[int]:
     return [int(number) for number in numbers]
 
 
-def parse_rates(text: str) -> list[float]:
+def parse_rates(text: str, option: str = "--rate") -> list[float]:
     """Read numbers and ranges of them. Raises BenchmarkArgumentError: the text is malformed, or a number is 0."""
-    numbers = list(_numbers(text, "--rate"))
+    numbers = list(_numbers(text, option))
     if not all(0 < number < math.inf for number in numbers):
-        raise BenchmarkArgumentError(f"--rate {text}: {EXPECTED}")
+        raise BenchmarkArgumentError(f"{option} {text}: {EXPECTED}")
     return numbers
 
 
@@ -185,7 +193,7 @@ class Level:
     """
 
     load: Load  # requested load
-    batch_size: int  # rows per request
+    batch_size: float  # rows per request; the mean of captured requests
     tally: LoadStatistics  # statistics of the whole load
     # The server's counters over this load; None if the server keeps none, or was restarted meanwhile.
     server: ServerTotals | None
@@ -255,6 +263,7 @@ class Level:
         return {
             "concurrency": self.load.concurrency,
             "rate": self.load.rate,
+            "speed": self.load.speed,
             "batch_size": self.batch_size,
             "requests": self.requests,
             "errors": self.failed,

@@ -14,10 +14,12 @@ from typing import Any, Literal, Self, TypeAlias
 import numpy as np
 
 from halfserve.protos import inference_pb2 as pb
+from halfserve.protos.captured_traffic import CapturedTraffic
 from halfserve.protos.cluster_pb2 import Directory, Member
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
+from halfserve.serve.benchmark.captured_load import CapturedMessages, captured_messages
 from halfserve.serve.benchmark.free_sizes import choices, declared_shapes, refused_text
 from halfserve.serve.benchmark.level import ServerTotals
 from halfserve.serve.benchmark.load.load_generator import LoadGenerator
@@ -131,6 +133,7 @@ class RequestSettings:
     usual_shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)  # input name -> array or parsed JSON
     zeros: bool = False  # whether other inputs are zeros instead of random
+    captured: CapturedTraffic | None = None  # requests to send in place of all these, for the only model
     parameters: Mapping[str, Parameter] = field(default_factory=dict)  # parameters of every request
     version: str = ""  # version of the model; empty for the server's choice
     streaming: bool = False  # whether to use ModelStreamInfer instead of ModelInfer
@@ -158,7 +161,8 @@ class LoadTarget:
         self.provider: str | None = None  # execution provider of the first model; None if the server does not say
         self.notes: list[str] = []  # one line for each change made to the given inputs
         self.chosen_shapes: dict[str, Sequence[int]] = {}  # shapes by input that no option gave
-        self.plain_requests: list[ModelInferRequest] = []  # requests to the first model with their tensors in the message
+        self.plain_requests: Sequence[ModelInferRequest] = []  # requests to the first model with their tensors in the message
+        self.captured: CapturedMessages | None = None  # what was made of captured requests
         self._names: set[str] = set()  # names of the models, in requests and in the server's own metadata
         self._options = options
         self._stack = ExitStack()
@@ -177,7 +181,8 @@ class LoadTarget:
 
     @property
     def bench(self) -> Bench:
-        return Bench(generator=self.generator, read_totals=self.totals, batch_size=self._options.batch_size, models=self.models)
+        rows = self._options.batch_size if self.captured is None else self.captured.rows
+        return Bench(generator=self.generator, read_totals=self.totals, batch_size=rows, models=self.models)
 
     def totals(self) -> ServerTotals | None:
         """Return the server's counters for these models; None if the server keeps none."""
@@ -214,13 +219,21 @@ class LoadTarget:
             names = " or ".join(map(repr, self.models))
             raise BenchmarkArgumentError(f"model {names} has no input {wrong!r}; expected one of {', '.join(sorted(inputs))}")
 
-    def _model_requests(self, model: str) -> list[ModelInferRequest]:
+    def _model_requests(self, model: str) -> Sequence[ModelInferRequest]:
         options = self._options
         metadata = self.client.model_metadata(model, options.version)
         self._names |= {model, metadata.name}
         metadata.name = model  # requests carry the requested name, not the server's
         config = self.client.model_config(model, options.version)
         names = {tensor.name for tensor in metadata.inputs}
+        self.provider = self.provider or provider_of(config)
+        if options.captured is not None:
+            optional = {tensor.name for tensor in config.input if tensor.optional}
+            self.captured = captured_messages(
+                options.captured, metadata, names - optional, version=options.version, parameters=options.parameters
+            )
+            self.notes.append(self.captured.text)
+            return self._tried(model, self.captured.messages, varies=True)
         fitted, notes = fitted_inputs({k: v for k, v in options.given.items() if k in names}, metadata)
         self.notes += notes
         plan = RequestPlan(
@@ -233,22 +246,25 @@ class LoadTarget:
             zeros=options.zeros,
             parameters=options.parameters,
         )
-        self.provider = self.provider or provider_of(config)
         variants = [{k: v for k, v in shapes.items() if k in names} for shapes in options.shapes or [{}]]
-        found = [self._sized(model, replace(plan, shapes=shapes), config) for shapes in variants]
+        # Answers to other requests may be longer than the first; the batch size is the same in all.
+        sizes = slice(1 if plan.max_batch_size else 0, None)
+        varies = any(output.datatype == "BYTES" or -1 in output.shape[sizes] for output in metadata.outputs)
+        found = [self._sized(model, replace(plan, shapes=shapes), config, varies=varies) for shapes in variants]
         return [requests[i % len(requests)] for i in range(max(map(len, found))) for requests in found]
 
-    def _sized(self, model: str, plan: RequestPlan, config: ModelConfig) -> list[ModelInferRequest]:
+    def _sized(self, model: str, plan: RequestPlan, config: ModelConfig, *, varies: bool) -> Sequence[ModelInferRequest]:
         """Return the plan's requests, with sizes that the model answers for inputs of any size without one."""
         rows = 1 if config.max_batch_size else 0
         chosen = {**{name: array.shape[rows:] for name, array in plan.given.items()}, **plan.shapes}
         declared = declared_shapes(plan.metadata, config.max_batch_size)
         if not any(-1 in shape for name, shape in declared.items() if name not in chosen):
-            return self._tried(model, plan)
+            return self._tried(model, plan.requests(), varies=varies)
         reason = ""
         for choice in choices(plan.metadata, config, chosen, self._options.usual_shapes):
+            sized = replace(plan, shapes={**plan.shapes, **choice.shapes})
             try:
-                requests = self._tried(model, replace(plan, shapes={**plan.shapes, **choice.shapes}))
+                requests = self._tried(model, sized.requests(), varies=varies)
             except ClientError as error:
                 if error.code not in SIZE_REFUSALS:
                     raise
@@ -259,18 +275,17 @@ class LoadTarget:
                 return requests
         raise BenchmarkArgumentError(refused_text(model, plan.metadata, config.max_batch_size, plan.shapes, reason))
 
-    def _tried(self, model: str, plan: RequestPlan) -> list[ModelInferRequest]:
-        """Return the plan's requests, after one was sent, so that the server's error is raised before any load."""
-        requests = plan.requests()
+    def _tried(self, model: str, requests: Sequence[ModelInferRequest], *, varies: bool) -> Sequence[ModelInferRequest]:
+        """Return the requests, after one was sent, so that the server's error is raised before any load.
+
+        `varies` says whether their answers may differ in size.
+        """
         answer = self.client.infer_message(requests[0])
         self.plain_requests = self.plain_requests or requests
         self.versions[model] = answer.model_version
         kind = self._options.shared_memory
         if kind is None:
             return requests
-        # Answers to other requests may be longer than the first.
-        sizes = slice(1 if plan.max_batch_size else 0, None)  # without the batch size, which is the same in all requests
-        varies = any(output.datatype == "BYTES" or -1 in output.shape[sizes] for output in plan.metadata.outputs)
         others = [self.client.infer_message(request) if varies else answer for request in requests[1:]]
         shared = shared_requests(self.client, requests, [answer, *others], kind, self._stack)
         self.client.infer_message(shared[0])

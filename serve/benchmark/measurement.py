@@ -56,7 +56,7 @@ class Measurement:
 class Bench:
     generator: LoadGenerator  # load generator with the requests, connected to the server
     read_totals: ReadTotals  # reads the server's counters; returns None if the server keeps none
-    batch_size: int  # rows per request
+    batch_size: float  # rows per request; the mean of captured requests
     models: tuple[str, ...]  # names of the models that the requests are for
 
 
@@ -71,13 +71,14 @@ def measure(bench: Bench, load: Load, how: Measurement, on_window: OnWindow = la
         concurrency=load.concurrency,
         rate=load.rate,
         arrivals=how.arrivals,
+        times_s=load.times_s,
         seconds=how.seconds,
         requests=how.requests,
         timeout_s=how.timeout_s,
         connections=how.connections,
     )
     if how.warmup_s > 0:
-        warm = bench.generator.run(replace(spec, seconds=how.warmup_s, requests=None))
+        warm = bench.generator.run(replace(spec, seconds=how.warmup_s, requests=None, times_s=None))
         if warm.ended_early == INTERRUPTED:
             raise KeyboardInterrupt
         if warm.ended_early is not None:

@@ -94,7 +94,7 @@ def tidy(axes: Axes) -> None:
 
 def _subtitle(report: BenchmarkReport) -> str:
     rows = report.levels[0].batch_size
-    facts: list[Any] = [report.provider, f"{rows} row{'s' * (rows > 1)} a request", report.address]
+    facts: list[Any] = [report.provider, f"{rows:g} row{'s' * (rows > 1)} a request", report.address]
     return "  |  ".join(str(fact) for fact in facts if fact)
 
 
@@ -223,6 +223,7 @@ def page(report: BenchmarkReport) -> str:
         f"<h1>{escape(report.title)}</h1>",
         f"<p>{escape(report.address)}, {escape(facts['date'])}; load from {escape(measured_on)}</p>",
         f"<p><code>{escape(report.command)}</code></p>",
+        *([] if report.captured is None else [f"<p>{escape(report.captured.text)}</p>"]),
         *(f'<p class="warning">{escape(line)}</p>' for line in report.doubts()),
         *(_table(table) for table in tables(report)),
         *(f"<p>{escape(line)}</p>" for line in report.failures()),

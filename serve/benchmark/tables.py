@@ -43,7 +43,7 @@ def levels_table(report: BenchmarkReport) -> Table:
     for heading in (*headings, *LATENCY_HEADINGS, *SERVER_HEADINGS, "errors"):
         table.add_column(heading, justify="right", no_wrap=True)
     for level in levels:
-        cells = [str(level.batch_size)] if sizes else []
+        cells = [f"{level.batch_size:g}"] if sizes else []
         cells += [f"{level.load.amount:g}", f"{level.requests_per_second:.0f}"]
         cells += [f"{level.requests_per_second * level.batch_size:.0f}"] if per_row else []
         cells += ["-" if level.goodput_per_second is None else f"{level.goodput_per_second:.0f}"] if goodput else []
@@ -110,15 +110,20 @@ def _ratio(spread: Spread) -> str:
 
 def differences_table(report: BenchmarkReport) -> Table:
     table = Table(title="the same inputs, answers compared", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for heading in ("target", "output", "largest\nerror", "of the\nlargest value", "argmax\nagrees", "mismatched"):
+    figures = ("answers\ndiffer", "largest\nerror", "of the\nlargest", "argmax\nagrees", "mis-\nmatched")
+    for heading in ("target", "output", *figures):
         table.add_column(heading, justify="left" if heading in ("target", "output") else "right", overflow="fold")
     shown = _short_names(table, (one.name for one in report.differences))
     for one in report.differences:
         for d in one.outputs:
             agreement = "-" if d.agreement is None else f"{d.agreement:.2%}"
-            table.add_row(shown[one.name], d.output, f"{d.max_abs:.2g}", f"{d.scaled:.2e}", agreement, str(d.mismatched))
+            differing = f"{d.differing}/{one.requests}"
+            errors = (f"{d.max_abs:.2g}", f"{d.scaled:.2e}", agreement, str(d.mismatched))
+            table.add_row(shown[one.name], d.output, differing, *errors)
         for output in one.not_compared:
-            table.add_row(shown[one.name], output, "not in both", "", "", "")
+            table.add_row(shown[one.name], output, "", "not in both", "", "", "")
+        if one.failed:
+            table.add_row(shown[one.name], "(no answer)", f"{one.failed}/{one.requests}", "on one side", "", "", "")
     return table
 
 

@@ -6,7 +6,7 @@ https://www.w3.org/TR/trace-context/
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -86,8 +86,17 @@ class Caller:
         self.parent = parent_of(headers)
 
 
+@dataclass(frozen=True)
+class CapturedMessage:
+    """The message of a request that is captured; see `Capture`."""
+
+    data: bytes | memoryview  # serialized ModelInferRequest
+    copied: Sequence[bytes | None]  # bytes of the inputs in shared memory, None for those that are sent; empty if all are
+    size: int  # bytes of both
+
+
 class InferenceRecord:
-    """One valid inference request, from its arrival to its answer. The access log and the traces read it.
+    """One valid inference request, from its arrival to its answer. The access log, the traces and the capture read it.
 
     Each request has one. The subclass that answers the request sets the attributes: one constructor is faster than two.
 
@@ -100,8 +109,9 @@ class InferenceRecord:
         arrived_ns: time of arrival on time.monotonic_ns()'s clock.
         is_logged: whether its answer gets a line.
         trace: its trace context; None if it is not traced.
+        captured: its message; None if it is not captured.
 
-    The others are set at the end of a request that is logged or traced:
+    The others are set at the end of a request that is logged, traced or captured:
 
         ended_ns: time at which the answer was handed over, on the same clock.
         status: name of the gRPC status.
@@ -112,8 +122,8 @@ class InferenceRecord:
     """
 
     __slots__ = (
-        "arrived_ns", "batch", "batch_rows", "caller", "ended_ns", "error", "is_logged", "model", "request_bytes", "request_id",
-        "response_bytes", "rows", "status", "trace",
+        "arrived_ns", "batch", "batch_rows", "caller", "captured", "ended_ns", "error", "is_logged", "model", "request_bytes",
+        "request_id", "response_bytes", "rows", "status", "trace",
     )  # fmt: skip
 
     caller: Caller
@@ -124,6 +134,7 @@ class InferenceRecord:
     arrived_ns: int
     is_logged: bool
     trace: TraceContext | None
+    captured: CapturedMessage | None
     ended_ns: int
     status: str
     error: Exception | None

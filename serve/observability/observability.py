@@ -1,4 +1,4 @@
-"""Access log and traces of one server, which can be switched while it runs."""
+"""Access log and traces of one server, which can be switched while it runs, and its capture."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.observability.access_log import AccessLogger
+from halfserve.serve.observability.capture import Capture
 from halfserve.serve.observability.log_settings import LogFilter, LogSettings, Value
 from halfserve.serve.observability.observe_options import OTLP, AccessLog, ObserveOptions, check_can_trace, destination, file_of
 from halfserve.serve.observability.observer import Observer, StatusName
@@ -25,7 +26,7 @@ TRACES_EVERY_S = 5.0  # the interval of OpenTelemetry's own processor
 
 
 class Observability:
-    """Starts, switches and closes the access log and the traces of one server. Lives on the event loop.
+    """Starts, switches and closes the access log, the traces and the capture of one server. Lives on the event loop.
 
     Attributes:
         observer: counts all requests, and logs and traces some.
@@ -51,7 +52,9 @@ class Observability:
         self._tracer: Tracer | None = None
         self._outboxes: list[Outbox[str] | Outbox[TraceRecord]] = []
         self._ends: list[LineFile | OtlpExporter | FileExporter] = []
+        self._capture: Capture | None = None
         self._check()
+        self._capture = self._start_capture(core)
         self._follow()
 
     def update_logs(self, changes: Mapping[str, Value]) -> None:
@@ -87,6 +90,9 @@ class Observability:
             outbox.close(CLOSE_S)
         for end in self._ends:
             end.close()
+        if self._capture is not None:
+            self._capture.close()
+            self._capture = None
         self._filter.undo(logging.getLogger())
 
     def _check(self) -> None:
@@ -106,7 +112,19 @@ class Observability:
         log = self._log if self.logs.access_log is not AccessLog.OFF else None
         every = {AccessLog.ALL: 1, AccessLog.SAMPLED: self.logs.access_log_every}.get(self.logs.access_log, 0)
         tracer = self._tracer if self.traces.is_on else None
-        self.observer.listen(log, every, tracer, 0 if tracer is None else tracer.every)
+        self.observer.listen(log, every, tracer, 0 if tracer is None else tracer.every, self._capture)
+
+    def _start_capture(self, core: InferenceCore) -> Capture | None:
+        options = self._options
+        if options.capture is None:
+            return None
+        core.on_change(self._models_changed)
+        return Capture(options.capture, options.capture_share, options.capture_max_mib << 20, core, options.process)
+
+    def _models_changed(self) -> None:
+        if self._capture is not None:
+            self._capture.refresh()
+            self._follow()
 
     def _start_log(self) -> AccessLogger:
         file = LineFile(self._options.access_log_file)

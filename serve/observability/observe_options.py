@@ -48,6 +48,9 @@ class ObserveOptions:
         trace_rate: one in this many requests is traced, unless its caller has sent a decision.
         trace_count: most traces in all; -1 is no limit.
         trace_log_frequency: traces in one file before the next one begins; 0 puts all in one.
+        capture: folder of captured requests; None captures none.
+        capture_share: share of each model's requests that is captured, unless its configuration has `halfserve.capture`.
+        capture_max_mib: most MiB of captured requests; the oldest are deleted.
         process: number of this server process among the writers of the same files; None if it is the only one.
     """
 
@@ -59,6 +62,9 @@ class ObserveOptions:
     trace_rate: int = 1000
     trace_count: int = UNBOUNDED
     trace_log_frequency: int = 0
+    capture: Path | None = None
+    capture_share: float = 0.01
+    capture_max_mib: int = 1024
     process: int | None = None
 
 

@@ -1,4 +1,4 @@
-"""Options of the log, the access log and traces."""
+"""Options of the log, the access log, traces and captured requests."""
 
 from __future__ import annotations
 
@@ -50,8 +50,17 @@ class Observing:
     trace_log_frequency: Annotated[
         int, _observing(min=0, help="Traces in one file before the next: FILE.0, FILE.1, and so on; 0 puts all in FILE.")
     ] = ObserveOptions.trace_log_frequency
+    capture: Annotated[
+        Path | None, _observing(help="Folder for the tensors of some requests, for replay and proofs.", show_default=False)
+    ] = ObserveOptions.capture
+    capture_share: Annotated[
+        float, _observing(min=0, max=1, help="Share of requests to capture, unless a model's halfserve.capture says another.")
+    ] = ObserveOptions.capture_share
+    capture_max_mib: Annotated[
+        int, _observing(min=64, help="Size of the captured requests on the disk, in MiB; the oldest are deleted.")
+    ] = ObserveOptions.capture_max_mib
 
     def observe(self, process: int | None) -> ObserveOptions:
-        """Access log and traces of the process with this number; None if it is the only one."""
+        """Access log, traces and capture of the process with this number; None if it is the only one."""
         given = {name: value for name, value in vars(self).items() if name != "log_format"}
         return ObserveOptions(process=process, **given)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
-from halfserve.protos.request_parameters import EMPTY_FINAL
+from halfserve.protos.request_parameters import CAPTURE, EMPTY_FINAL
 from halfserve.serve.engine.errors import (
     BackendError,
     InferenceError,
@@ -57,6 +57,8 @@ class ManyReplies(Protocol):
         """
 
 
+# Most bytes in shared memory of a captured request: the event loop copies them in a millisecond.
+MAX_COPIED_BYTES: Final = 1 << 22
 NO_CALLER: Final = Caller("", {})
 
 
@@ -120,7 +122,7 @@ class Inference:
         Raises:
             InferenceError: the request is wrong or refused; `reply` is not called.
         """
-        request_bytes = len(data)
+        sent, request_bytes = data, len(data)
         if self._added:
             data = b"".join((data, self._added))  # protobuf merges concatenated messages
         try:
@@ -151,10 +153,21 @@ class Inference:
             queued.respond = record.respond
         observer = self.observer
         observer.until -= 1
-        if observer.until <= 0 or (observer.tracer is not None and self._caller.parent is not None):
-            observer.select(record)
+        is_due = observer.until <= 0 or (observer.tracer is not None and self._caller.parent is not None)
+        if is_due and observer.select(record):
+            self._capture(record, sent, cached)
         record.submit(self._core, queued)
         return record.cancel
+
+    def _capture(self, record: InferenceRecord, sent: bytes | memoryview, cached: CachedRequest) -> None:
+        """Keep the request as its client sent it, unless the client has refused that."""
+        capture = self.observer.capture
+        if capture is None or cached.parameters.get(CAPTURE, True) is not True:
+            return
+        copied: list[bytes | None] | None = []
+        if cached.input_slices is not None:
+            copied = self.memory.copies(cached.input_slices) if cached.shared_bytes <= MAX_COPIED_BYTES else None
+        capture.begin(record, sent, copied)
 
     def failed(self, data: bytes, error: Exception) -> None:
         """Log a request that has ended with an error."""
@@ -282,6 +295,7 @@ class _PendingInference(InferenceRecord):
         self.arrived_ns = time.monotonic_ns()
         self.is_logged = False
         self.trace = None
+        self.captured = None
         self._inference = inference
         self._cached = cached
         self._reply = reply
@@ -340,7 +354,7 @@ class _PendingInference(InferenceRecord):
         """Record the end, and drop all references that lead back here, so that no request waits for the garbage collector."""
         if self._use is not None:
             self._use.end()
-        if self.is_logged or self.trace is not None:
+        if self.is_logged or self.trace is not None or self.captured is not None:
             self._inference.observer.ended(self, result)
         self._queued = self._deferred = None
         self._reply = _discard

@@ -22,6 +22,7 @@ from halfserve.serve.engine.errors import (
     AlreadyExistsError,
     ByteCountError,
     FailedPreconditionError,
+    InferenceError,
     InvalidArgumentError,
     NotFoundError,
     UnsupportedError,
@@ -253,6 +254,16 @@ class SharedMemory:
             InferenceError: see `check` and `Region.read_into`.
         """
         self.check(place, since=since).read_into(place.offset, target)
+
+    def copies(self, places: Sequence[RegionSlice | None]) -> list[bytes | None] | None:
+        """Copy the bytes of inputs, None for one that is sent; None if one lies on a device or cannot be read."""
+        try:
+            regions = [None if place is None else self.check(place) for place in places]
+            if any(isinstance(region, CudaRegion) for region in regions):
+                return None
+            return [None if place is None else self.read(place).tobytes() for place in places]
+        except InferenceError:
+            return None  # the request itself gets the error
 
     def write(self, place: RegionSlice, data: bytes | memoryview, *, since: int | None = None) -> None:
         """Write a tensor's bytes to its slice; thread-safe.

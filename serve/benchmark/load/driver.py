@@ -66,7 +66,7 @@ class ClosedLoop:
 
 
 class OpenLoop:
-    """Sends a fixed number of requests per second, evenly spaced or as a Poisson process."""
+    """Sends a fixed number of requests per second, evenly spaced or as a Poisson process, or replays given times."""
 
     def __init__(self, spec: LoadSpec, start_ns: int) -> None:
         self._times = intended_times(spec, start_ns)
@@ -107,7 +107,11 @@ def intended_times(spec: LoadSpec, start_ns: int) -> Iterator[int]:
     index, processes = spec.share
     rate = spec.rate or 0.0
     end_ns = None if spec.seconds is None else start_ns + round(spec.seconds * NANOSECONDS)
-    offsets = _random_s(rate / processes, index) if spec.arrivals == "poisson" else _even_s(rate, index, processes)
+    offsets: Iterable[float]
+    if spec.times_s is not None:
+        offsets = spec.times_s[index::processes].tolist()
+    else:
+        offsets = _random_s(rate / processes, index) if spec.arrivals == "poisson" else _even_s(rate, index, processes)
     for count, offset_s in enumerate(offsets):
         time_ns = start_ns + round(offset_s * NANOSECONDS)
         if (end_ns is not None and time_ns >= end_ns) or (spec.requests is not None and count >= spec.requests):
@@ -178,12 +182,20 @@ def _histogram(nanoseconds: array[int]) -> LatencyHistogram:
     return LatencyHistogram.of(np.frombuffer(nanoseconds, np.int64))
 
 
+def in_turn(requests: Sequence[tuple[bytes, int]], spec: LoadSpec) -> Iterator[tuple[bytes, int]]:
+    """Yield requests without end; in a replay, those whose place among all is that of this process's sending times."""
+    if spec.times_s is None:
+        return itertools.cycle(requests)
+    (first, processes), times, count = spec.share, len(spec.times_s), len(requests)
+    return (requests[place * count // times % count] for place in itertools.count(first, processes))
+
+
 class Driver:
     """Generates one process's share of a load: sends serialized requests in turn, each for the model with its index."""
 
     def __init__(self, target: LoadEndpoint, requests: Sequence[bytes], models: Sequence[int], spec: LoadSpec) -> None:
         self._spec = spec
-        self._source = itertools.cycle(list(zip([framed(request) for request in requests], models, strict=True)))
+        self._source = in_turn(list(zip([framed(request) for request in requests], models, strict=True)), spec)
         self._model_count = max(models) + 1
         self._links = ConnectionPool(target, spec)
         self._backlog: deque[int] = deque()  # intended times of requests that wait for a connection

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 Nanoseconds: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+Seconds: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 MANTISSA_BITS = 11
 NANOSECONDS_PER_MS = 1e6
 Arrivals = Literal["constant", "poisson"]
@@ -120,13 +121,15 @@ class LoadEndpoint:
         return [self, *(replace(self, host=host, port=port, others=()) for host, port in self.others)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LoadSpec:
     """A load to generate; either `concurrency` or `rate` is given."""
 
     concurrency: int | None = None  # requests in flight, each followed by the next when it is answered (closed loop)
     rate: float | None = None  # requests per second, sent whether the earlier ones are answered or not (open loop)
     arrivals: Arrivals = "poisson"  # whether the requests of a rate arrive evenly, or at random like those of many users
+    # Sending times of all requests of a replay, in seconds after its start, in place of `arrivals`: float64 [requests], rising.
+    times_s: Seconds | None = None
     seconds: float | None = None  # time in seconds after which no request is started; None for no such limit
     requests: int | None = None  # most requests to start; None for no such limit
     timeout_s: float = 30.0  # deadline of each request in seconds, counted from its intended sending time

@@ -176,6 +176,10 @@ class OwnParameter:
 
 # In alphabetical order, each with its parser, default, values and meaning (the fields of OwnParameter).
 OWN_PARAMETERS: dict[str, OwnParameter] = {
+    "halfserve.capture": OwnParameter(
+        number(0.0, 1.0), "`--capture-share`", "0 to 1",
+        "Share of the model's requests that `--capture` keeps: see [Capture](../guides/capture.md).",
+    ),
     "halfserve.compute_weight": OwnParameter(
         number(0, above=True), "1", "a number above 0",
         "The model's share of `--compute-slots`.",
@@ -334,7 +338,7 @@ def ignored_settings(config: ModelConfig, kind: ModelKind, *, on_device: bool) -
         dropped, parameters, prefixes = dropped | ONNX_ONLY, parameters | ONNX_ONLY_PARAMETERS, ONNX_ONLY_PREFIXES
     if kind is ENSEMBLE:
         prefixes = (*prefixes, PREFIX)
-    silent = REPORTED | {TASK}
+    silent = REPORTED | {TASK, "halfserve.capture"}
     keys = (key for key in config.parameters if (key in parameters or key.startswith(prefixes)) and key not in silent)
     ignored = {*_ignored(config, "", dropped), *(f"parameters.{key}" for key in keys)}
     return sorted(ignored - PYTHON_ONLY if kind is PYTHON else ignored)

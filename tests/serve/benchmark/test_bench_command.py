@@ -135,11 +135,11 @@ def test_a_search_reports_the_highest_load(server: RunningServer, capsys: pytest
     [
         (["nope"], 1, "nope"),
         (["mlp", "--concurrency", "1,x"], 2, "--concurrency 1,x: expected numbers above 0"),
-        (["mlp", "--concurrency", "1", "--rate", "1"], 2, "two kinds of load; expected one of them"),
+        (["mlp", "--concurrency", "1", "--rate", "1"], 2, "--rate and --replay are kinds of load; expected one of them"),
         (["mlp", "--batch-size", "17"], 2, "--batch-size 17: model 'mlp' takes 1 to 16 rows a request"),
         (["mlp", "--input", "x=[1]"], 1, "has the shape [1], expected [-1, 64]"),
         (["mlp", "--shape", "z:1"], 2, "model 'mlp' has no input 'z'; expected one of x"),
-        (["mlp", "--data", "ones"], 2, "--data ones: expected random, zeros or the name of a .npz file"),
+        (["mlp", "--data", "ones"], 2, "--data ones: expected random, zeros, the name of a .npz file or a folder"),
         (["mlp", "--data", "none.npz"], 2, "--data none.npz: there is no file none.npz"),
         (["mlp", "--against", "host/"], 2, "--against host/: expected HOST:PORT/MODEL, or MODEL of the same server"),
         (["mlp", "--against", "mlp", "--batch-size", "1,2"], 2, "--against compares one model with one --batch-size"),

@@ -106,6 +106,7 @@ def test_rates_and_means() -> None:
     assert figures == {
         "concurrency": 2,
         "rate": None,
+        "speed": None,
         "batch_size": 2,
         "requests": 4,
         "errors": 3,

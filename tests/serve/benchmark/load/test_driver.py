@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from halfserve import Client
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.benchmark.load import calls
 from halfserve.serve.benchmark.load.calls import _streamed_status, _timeout, call_headers
-from halfserve.serve.benchmark.load.driver import ClosedLoop, Driver, OpenLoop, intended_times, pacer_of
+from halfserve.serve.benchmark.load.driver import ClosedLoop, Driver, OpenLoop, in_turn, intended_times, pacer_of
 from halfserve.serve.benchmark.load.spec import Arrivals, LoadEndpoint, LoadSpec, LoadStatistics, TlsPaths
 from halfserve.serve.transports.grpc_framing import timeout_seconds
 from halfserve.serve.transports.grpcio_server import GrpcioServer
@@ -60,6 +61,19 @@ def test_random_arrivals_are_reproducible_and_differ_by_process() -> None:
 def test_arrivals_end_at_the_number_of_requests() -> None:
     spec = LoadSpec(rate=10, requests=3, arrivals="constant")
     assert list(intended_times(spec, 7)) == [7, 7 + SECOND // 10, 7 + SECOND // 5]
+
+
+@given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 40))
+def test_a_replay_sends_each_request_near_its_captured_place(processes: int, contents: int, arrivals: int) -> None:
+    spec = LoadSpec(rate=1, times_s=np.arange(arrivals) / 4)
+    requests = [(bytes([number]), 0) for number in range(contents)]
+    sent: list[tuple[int, tuple[bytes, int]]] = []
+    for index in range(processes):
+        own = replace(spec, share=(index, processes))
+        due = list(intended_times(own, 5))
+        sent += zip(due, islice(in_turn(requests, own), len(due)), strict=True)
+    assert [due for due, _ in sorted(sent)] == [5 + number * SECOND // 4 for number in range(arrivals)]
+    assert [content for _, (content, _) in sorted(sent)] == [bytes([n * contents // arrivals]) for n in range(arrivals)]
 
 
 def test_an_open_loop_ignores_answers() -> None:
