@@ -115,7 +115,8 @@ class BenchArguments:
     rounds: Annotated[int, _comparing(help="Rounds of a comparison.", min=1)] = 5
     batch_size: Annotated[str, _requests(help="Rows per request: 1 or 1,8,32.")] = "1"
     shape: Annotated[
-        list[str] | None, _requests(help="NAME:SIZES without the batch size, for variable sizes; several take turns.")
+        list[str] | None,
+        _requests(help="NAME:SIZES without the batch size, for variable sizes; several take turns. Else usual ones."),
     ] = None
     parameter: Annotated[list[str] | None, _requests(help="NAME=VALUE of every request, such as priority=1.")] = None
     inputs: Annotated[list[str] | None, _requests("--input", help="NAME=FILE.npy with rows to send, or JSON.")] = None

@@ -2,7 +2,8 @@
 
 bench.json holds one object:
 
-- "model", "version", "address"; "provider": the execution provider, null if the server does not say
+- "model", "version", "address"; "provider": the execution provider, null if the server does not say; "notes": sizes that
+  bench chose, and other changes of the requests
 - "batch_size": rows per request of the first level; "date": ISO 8601, UTC; "command"
 - "machine": {"platform", "cpus", "python"} of the load generator
 - "capture": of captured requests, {"folder", "model", "captured": their number, "sent": different ones that were sent,
@@ -68,6 +69,7 @@ class BenchmarkReport:
         address: address of the server.
         provider: execution provider of the model, such as "CUDAExecutionProvider"; None if the server does not say.
         command: command line.
+        notes: sizes that were chosen, and other changes of the requests, a line each.
         levels: one level per load, in the order measured; for a comparison, those of the first target's first round.
         goal: latency limit of a search; None without one.
         comparison: results of the compared load targets; empty without a comparison.
@@ -81,6 +83,7 @@ class BenchmarkReport:
     address: str
     provider: str | None
     command: str
+    notes: Sequence[str] = ()
     levels: Sequence[Level] = ()
     goal: Goal | None = None
     comparison: Sequence[ComparedLevel] = ()
@@ -110,6 +113,7 @@ class BenchmarkReport:
             "batch_size": self.levels[0].batch_size if self.levels else None,
             "date": self.date.isoformat(timespec="seconds"),
             "command": self.command,
+            "notes": list(self.notes),
             "machine": {"platform": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()},
             "capture": self.captured and self.captured.to_json(),
             "goal": self.goal and {"percent": self.goal.percent, "max_ms": self.goal.max_ms},

@@ -96,10 +96,10 @@ def _compared(campaign: Campaign, progress: ProgressBar) -> tuple[BenchmarkRepor
     lines: list[ComparedLevel] = []
     names = _names(places)
     with ExitStack() as stack:
-        targets = [
-            stack.enter_context(LoadTarget(address, models, replace(options, version=version)))
-            for address, models, version in places
-        ]
+        targets: list[LoadTarget] = []
+        for address, models, version in places:
+            targets.append(stack.enter_context(LoadTarget(address, models, replace(options, version=version))))
+            options = replace(options, usual_shapes={**targets[-1].chosen_shapes, **options.usual_shapes})
         progress.begin("comparing", len(campaign.loads) * campaign.rounds * len(places))
         for note in dict.fromkeys(note for target in targets for note in target.notes):
             progress.note(note)
@@ -155,6 +155,7 @@ def _report(campaign: Campaign, target: LoadTarget) -> BenchmarkReport:
         provider=target.provider,
         captured=target.captured,
         command=campaign.command,
+        notes=target.notes,
         goal=campaign.goal,
     )
 

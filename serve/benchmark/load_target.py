@@ -17,8 +17,10 @@ from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.captured_traffic import CapturedTraffic
 from halfserve.protos.cluster_pb2 import Directory, Member
 from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
 from halfserve.serve.benchmark.captured_load import CapturedMessages, captured_messages
+from halfserve.serve.benchmark.free_sizes import choices, declared_shapes, refused_text
 from halfserve.serve.benchmark.level import ServerTotals
 from halfserve.serve.benchmark.load.load_generator import LoadGenerator
 from halfserve.serve.benchmark.load.spec import LoadEndpoint, TlsPaths
@@ -34,6 +36,8 @@ from halfserve.serve.client.errors import ClientError
 from halfserve.serve.client.infer_messages import Parameter, SharedSlice
 from halfserve.serve.engine.cuda_driver import CudaError, cuda_driver
 
+# What servers answer to a size that the model cannot compute, such as more tokens than it has positions for.
+SIZE_REFUSALS = ("INVALID_ARGUMENT", "INTERNAL", "UNKNOWN")
 ALIGNMENT = 64  # alignment of each tensor in bytes; the width of a vector register
 SharedMemory: TypeAlias = Literal["system", "cuda"]
 
@@ -125,6 +129,8 @@ class RequestSettings:
     batch_size: int = 1  # rows per request
     # Shapes of inputs with variable sizes, by name, without the batch dimension; requests use them in turn.
     shapes: Sequence[Mapping[str, Sequence[int]]] = ()
+    # Shapes to try first for inputs of any size that `shapes` leaves out: those of another target, to compare like with like.
+    usual_shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)  # input name -> array or parsed JSON
     zeros: bool = False  # whether other inputs are zeros instead of random
     captured: CapturedTraffic | None = None  # requests to send in place of all these, for the only model
@@ -154,6 +160,7 @@ class LoadTarget:
         self.versions: dict[str, str] = {}  # version that answered, by model
         self.provider: str | None = None  # execution provider of the first model; None if the server does not say
         self.notes: list[str] = []  # one line for each change made to the given inputs
+        self.chosen_shapes: dict[str, Sequence[int]] = {}  # shapes by input that no option gave
         self.plain_requests: Sequence[ModelInferRequest] = []  # requests to the first model with their tensors in the message
         self.captured: CapturedMessages | None = None  # what was made of captured requests
         self._names: set[str] = set()  # names of the models, in requests and in the server's own metadata
@@ -243,16 +250,38 @@ class LoadTarget:
         # Answers to other requests may be longer than the first; the batch size is the same in all.
         sizes = slice(1 if plan.max_batch_size else 0, None)
         varies = any(output.datatype == "BYTES" or -1 in output.shape[sizes] for output in metadata.outputs)
-        found = [self._tried(model, replace(plan, shapes=shapes).requests(), varies=varies) for shapes in variants]
+        found = [self._sized(model, replace(plan, shapes=shapes), config, varies=varies) for shapes in variants]
         return [requests[i % len(requests)] for i in range(max(map(len, found))) for requests in found]
+
+    def _sized(self, model: str, plan: RequestPlan, config: ModelConfig, *, varies: bool) -> Sequence[ModelInferRequest]:
+        """Return the plan's requests, with sizes that the model answers for inputs of any size without one."""
+        rows = 1 if config.max_batch_size else 0
+        chosen = {**{name: array.shape[rows:] for name, array in plan.given.items()}, **plan.shapes}
+        declared = declared_shapes(plan.metadata, config.max_batch_size)
+        if not any(-1 in shape for name, shape in declared.items() if name not in chosen):
+            return self._tried(model, plan.requests(), varies=varies)
+        reason = ""
+        for choice in choices(plan.metadata, config, chosen, self._options.usual_shapes):
+            sized = replace(plan, shapes={**plan.shapes, **choice.shapes})
+            try:
+                requests = self._tried(model, sized.requests(), varies=varies)
+            except ClientError as error:
+                if error.code not in SIZE_REFUSALS:
+                    raise
+                reason = str(error)
+            else:
+                self.notes.append(choice.note)
+                self.chosen_shapes |= choice.shapes
+                return requests
+        raise BenchmarkArgumentError(refused_text(model, plan.metadata, config.max_batch_size, plan.shapes, reason))
 
     def _tried(self, model: str, requests: Sequence[ModelInferRequest], *, varies: bool) -> Sequence[ModelInferRequest]:
         """Return the requests, after one was sent, so that the server's error is raised before any load.
 
         `varies` says whether their answers may differ in size.
         """
-        self.plain_requests = self.plain_requests or requests
         answer = self.client.infer_message(requests[0])
+        self.plain_requests = self.plain_requests or requests
         self.versions[model] = answer.model_version
         kind = self._options.shared_memory
         if kind is None:

@@ -21,7 +21,7 @@ from halfserve.serve.engine.repository.model_repository import ModelFiles
 from halfserve.serve.model_control.certificate_check import check_certificate
 from halfserve.serve.model_control.loader_thread import GIVEN_UP
 from halfserve.serve.trials.at_load import try_out
-from halfserve.serve.trials.recorded_samples import VERDICT_KEY
+from halfserve.serve.trials.recorded_samples import VERDICT_KEY, report_sample_shapes
 from halfserve.serve.trials.tried_version import TriedVersion
 from halfserve.serve.trials.warm_up import settle
 
@@ -132,5 +132,6 @@ def _report_certificate(model: Model, verdict: str | None) -> None:
     if verdict is None:
         return
     model.config.parameters[VERDICT_KEY].string_value = verdict
+    report_sample_shapes(model)
     if verdict == "failed":
         logger.warning("%s: its certificate says that it is less accurate than its budget allows", model.path)

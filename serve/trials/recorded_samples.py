@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import logging
 import math
 import zipfile
@@ -23,6 +24,7 @@ from halfserve.serve.engine.tensors import ANY_SIZE, Array, TensorSpec
 logger = logging.getLogger(__name__)
 
 VERDICT_KEY = "halfserve.certificate"  # the parameter that shows clients the verdict of a certificate that has been checked
+SHAPES_KEY = "halfserve.sample_shapes"  # the parameter that shows clients the row shapes of the samples, as JSON
 FREE_SIZES = (16, 1)  # sizes to try in place of the model's open sizes; the first that it can compute is used
 RUNS = 5  # most runs of each way to compute a model
 BUDGET_S = 2.0  # seconds for the runs of one model; each way is run at least twice
@@ -43,17 +45,8 @@ def read_samples(model: Path, certificate: Mapping[str, Any], interface: ModelIn
     A warning is logged if they cannot be used. They must have all inputs of the interface; answers of further outputs are left
     out.
     """
-    files = certificate.get("files")
-    digest = files.get(SAMPLES) if isinstance(files, Mapping) else None
-    if digest is None:
-        return None
-    path = model.parent / SAMPLES
-    try:
-        arrays = _arrays(path, digest)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, EOFError, MemoryError, RuntimeError, NotImplementedError, zipfile.BadZipFile) as error:
-        logger.warning("%s: cannot be used to check what this machine computes: %s", path, error)
+    arrays = _vouched_arrays(model, certificate)
+    if arrays is None:
         return None
     inputs, answers = (
         {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
@@ -61,9 +54,24 @@ def read_samples(model: Path, certificate: Mapping[str, Any], interface: ModelIn
     )
     outputs = [spec.name for spec in interface.outputs]
     if inputs.keys() != {spec.name for spec in interface.inputs} or not answers.keys() >= set(outputs):
-        logger.warning("%s: has other inputs or outputs than the model, and is not used", path)
+        logger.warning("%s: has other inputs or outputs than the model, and is not used", model.parent / SAMPLES)
         return None
     return RecordedSamples(inputs, {name: answers[name] for name in outputs})
+
+
+def _vouched_arrays(model: Path, certificate: Mapping[str, Any]) -> dict[str, Array] | None:
+    files = certificate.get("files")
+    digest = files.get(SAMPLES) if isinstance(files, Mapping) else None
+    if digest is None:
+        return None
+    path = model.parent / SAMPLES
+    try:
+        return _arrays(path, digest)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError, MemoryError, RuntimeError, NotImplementedError, zipfile.BadZipFile) as error:
+        logger.warning("%s: cannot be used to check what this machine computes: %s", path, error)
+        return None
 
 
 def _arrays(path: Path, digest: str) -> dict[str, Array]:
@@ -90,6 +98,25 @@ def vouched_samples(model: Model) -> RecordedSamples | None:
         return None
     found = find_certificate(model.path)
     return None if found is None else read_samples(model.path, found.parsed(), model.interface)
+
+
+def report_sample_shapes(model: Model) -> None:
+    """Write the shapes of the samples' rows into the configuration of a model with rows of any size, for clients to read.
+
+    Raises:
+        ModelLoadError: the certificate can no longer be read.
+    """
+    rows = 1 if model.config.max_batch_size else 0
+    specs = {spec.name: spec.shape[rows:] for spec in model.interface.inputs}
+    if model.path is None or not any(ANY_SIZE in shape for shape in specs.values()):
+        return
+    found = find_certificate(model.path)
+    arrays = None if found is None else _vouched_arrays(model.path, found.parsed())
+    shapes = {
+        name: list(arrays[RECORDED_INPUT + name].shape[rows:]) for name in specs if arrays and RECORDED_INPUT + name in arrays
+    }
+    if shapes:
+        model.config.parameters[SHAPES_KEY].string_value = json.dumps(shapes)
 
 
 def made_up(spec: TensorSpec, rows: int, size: int) -> Array:

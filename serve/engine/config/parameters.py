@@ -33,7 +33,7 @@ Parse = Callable[[str], Any]  # parses the text to the value; raises a ValueErro
 REPORTED = frozenset(
     {
         *("halfserve.certificate", "halfserve.measured", "halfserve.nodes", PADDED_ROWS, "halfserve.padding_proved"),
-        *("halfserve.precision", "halfserve.provider", "halfserve.steps"),
+        *("halfserve.precision", "halfserve.provider", "halfserve.sample_shapes", "halfserve.steps"),
     }
 )
 # Paths of settings that this server acts on, "*" for all below; others are kept, shown to clients and named in a warning.

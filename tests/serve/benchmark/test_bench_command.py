@@ -150,7 +150,6 @@ def test_a_search_reports_the_highest_load(server: RunningServer, capsys: pytest
         (["mlp", "--header", "x"], 2, "--header x: expected NAME:VALUE"),
         (["mlp", "--tls-key", "/nowhere"], 2, "TLS has a client key without its certificate; give both files"),
         (["mlp", "--shared-memory", "system"], 1, "shared memory is off on this server"),
-        (["echo_types"], 2, "takes any size in [-1]; choose with --shape in_BOOL:N"),
         (["picky", "--input", "i=[[7]]"], 1, "halfserve bench: "),
         (["mlp", "--output", "/nowhere/bench.json"], 1, "--output /nowhere/bench.json: there is no folder /nowhere"),
         (["mlp", "--address", "127.0.0.1:1"], 1, "no server answers at 127.0.0.1:1 (connection refused)"),
