@@ -139,7 +139,7 @@ class TeiEmbeddingRoutes:
         """Return the cosine of the source sentence's vector with that of each other sentence."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
-        model = endpoint.only(request, EMBEDDINGS)
+        model = await endpoint.only(request, EMBEDDINGS)
         try:
             texts = _compared(content)
             parameters = _object(content.get("parameters") or {}, "parameters")
@@ -159,7 +159,7 @@ class TeiEmbeddingRoutes:
         """
         endpoint = self._endpoint
         content = await endpoint.content(request)
-        model = endpoint.only(request, tasks)
+        model = await endpoint.only(request, tasks)
         try:
             refuse_fields(content, {"prompt_name": NO_PROMPT})
             return model, one_or_more(content.get("inputs"), "inputs"), truncates(content)
