@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError, UnavailableError, UnsupportedError
 from halfserve.serve.engine.model import Scheduler
@@ -102,9 +103,8 @@ def require_many(request: InferRequest, name: str) -> Respond:
         UnsupportedError: the request takes a single response.
     """
     if request.respond is None:
-        raise UnsupportedError(
-            f"model {name!r} is decoupled: it gives any number of responses to a request; send it by ModelStreamInfer"
-        )
+        text = f"model {name!r} is decoupled: it gives any number of responses to a request; send it by ModelStreamInfer"
+        raise UnsupportedError(text).like(TritonPhrase.DECOUPLED)
     return request.respond
 
 

@@ -16,6 +16,7 @@ from halfserve.serve.engine.ensembles.graph import step_models
 from halfserve.serve.engine.errors import (
     FailedPreconditionError,
     InferenceError,
+    InvalidArgumentError,
     ModelLoadError,
     NotFoundError,
     UnavailableError,
@@ -312,7 +313,11 @@ class ModelControl:
         """Parse the configuration that a load request brings; None if it brings none."""
         if config is None:
             return None
-        return await self._threads.run(lambda: config_from_json(config, repository.path_of(name) / name))
+        try:
+            return await self._threads.run(lambda: config_from_json(config, repository.path_of(name) / name))
+        except InvalidArgumentError as error:
+            error.like(TritonPhrase.NOT_IN_REPOSITORY, model=name)
+            raise
 
     async def _below(self, name: str, declared: DeclaredConfig | None = None) -> list[str]:
         """Return the models that an ensemble needs, in the order to load them; none if the model itself cannot be loaded."""

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from halfserve.files.onnx_outline import read_outline
+from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.backends.onnx_runtime.onnx_file import locations
 from halfserve.serve.backends.runtimes import PYTHON_SUFFIX, ZIP
 from halfserve.serve.engine.disk_files import temporary_folder
@@ -105,7 +106,8 @@ def _delete(written: asyncio.Future[tempfile.TemporaryDirectory[str]]) -> None:
 def _written(name: str, config: str | None, files: Mapping[str, bytes]) -> tempfile.TemporaryDirectory[str]:
     """Write the files of a request to a temporary repository with one model."""
     if config is None:
-        raise InvalidArgumentError("the load request brings files and no config, expected both; '{}' is a config")
+        text = "the load request brings files and no config, expected both; '{}' is a config"
+        raise InvalidArgumentError(text).like(TritonPhrase.NOT_IN_REPOSITORY, model=name)
     try:
         folder = temporary_folder("halfserve-model-")
         try:
