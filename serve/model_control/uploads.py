@@ -68,6 +68,9 @@ class UploadedModels:
         except asyncio.CancelledError:
             writing.add_done_callback(_delete)
             raise
+        except InvalidArgumentError as error:
+            error.like(TritonPhrase.NOT_IN_REPOSITORY, model=name)
+            raise
         self._folders.setdefault(name, []).append(folder)
         return ModelRepository(Path(folder.name))
 
@@ -106,8 +109,7 @@ def _delete(written: asyncio.Future[tempfile.TemporaryDirectory[str]]) -> None:
 def _written(name: str, config: str | None, files: Mapping[str, bytes]) -> tempfile.TemporaryDirectory[str]:
     """Write the files of a request to a temporary repository with one model."""
     if config is None:
-        text = "the load request brings files and no config, expected both; '{}' is a config"
-        raise InvalidArgumentError(text).like(TritonPhrase.NOT_IN_REPOSITORY, model=name)
+        raise InvalidArgumentError("the load request brings files and no config, expected both; '{}' is a config")
     try:
         folder = temporary_folder("halfserve-model-")
         try:
