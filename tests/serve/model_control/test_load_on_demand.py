@@ -135,6 +135,10 @@ def test_a_request_waits_no_longer_than_its_deadline_and_the_load_goes_on(reposi
             assert runtime.entered.wait(WAIT_S)
             code, text = refusal(client, "mlp", timeout_us=1000)
             assert (code, "model 'mlp' was still being loaded" in text) == ("DEADLINE_EXCEEDED", True)
+            x = triton.InferInput("x", [1, 64], "FP16").set_data_from_numpy(np.ones((1, 64), np.float16))
+            cancelled = client.async_infer("mlp", [x], lambda result, error: None)
+            server.until(lambda: figure_here(server, "demand_waiting_requests") == 1)
+            cancelled.cancel()
             server.until(lambda: figure_here(server, "demand_waiting_requests") == 0)
             assert ask(client, "other")  # is not in the way of others
         finally:
@@ -196,10 +200,16 @@ def test_an_ensemble_brings_the_models_of_its_steps(tmp_path: Path) -> None:
     save_add(tmp_path / "one", 1)
     save_add(tmp_path / "ten", 10)
     save_ensemble(tmp_path / "chain", CHAIN)
-    with demand_server(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+    with (
+        controlled_server(tmp_path, ControlMode.EXPLICIT, on_demand=True) as server,
+        triton.InferenceServerClient(server.address) as client,
+    ):
         x = triton.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.zeros((1, 4), np.float32))
         assert client.infer("chain", [x]).as_numpy("out").tolist() == [[11] * 4]
         assert [line[:3] for line in lines(server)] == [(name, "1", "READY") for name in ("chain", "one", "ten")]
+        client.unload_model("one")
+        assert lines(server)[:2] == [("chain", "1", *RESTS), ("one", "1", *RESTS)]
+        assert client.infer("chain", [x]).as_numpy("out").tolist() == [[11] * 4]
 
 
 def test_pinned_models_are_loaded_at_the_start(repository: Path) -> None:
@@ -229,6 +239,18 @@ def test_requests_by_rest_load_the_model(repository: Path, asks: str) -> None:
         assert lines(server) == [("mlp", "1", "READY", ""), ("other", "", *RESTS)]
 
 
+def test_a_failed_load_is_said_by_rest_too(repository: Path) -> None:
+    (repository / "mlp" / "1" / "model.onnx").write_bytes(b"this is no model")
+    with demand_server(repository) as server, running_http(server) as rest, httpx.Client(timeout=WAIT_S) as client:
+        path = f"http://127.0.0.1:{rest.port}/v2/models/mlp"
+        for _ in range(2):  # the second time there is no load
+            answer = client.post(f"{path}/infer", json={"inputs": []})
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert "model 'mlp' could not be loaded: " in answer.json()["error"]
+        assert client.get(f"{path}/ready").status_code == 503
+        assert figure(server, "demand_loads_total") == 1
+
+
 def test_a_text_request_that_names_its_model_loads_it(tmp_path: Path) -> None:
     save_text_model(tmp_path, "embedder")
     with demand_server(tmp_path) as server, running_http(server) as rest, httpx.Client(timeout=WAIT_S) as client:
@@ -249,8 +271,9 @@ def test_calls_of_models_load_the_called_model(tmp_path: Path) -> None:
     with demand_server(tmp_path, runtime=runtimes) as server, triton.InferenceServerClient(server.address) as client:
         server.call(lambda: runtimes.connect(ModelCalls(server.core)))
         assert infer(client, "calls", np.zeros(4, np.float32)).tolist() == [3] * 4
-        with pytest.raises(InferenceServerException, match="model 'broken' could not be loaded: .*is not"):
-            infer(client, "lost", np.zeros(4, np.float32))
+        for _ in range(2):  # the second time there is no load
+            with pytest.raises(InferenceServerException, match="model 'broken' could not be loaded: .*is not"):
+                infer(client, "lost", np.zeros(4, np.float32))
 
 
 def test_a_server_that_needs_all_models_is_ready_without_those_on_demand(repository: Path) -> None:
