@@ -94,6 +94,47 @@ def captured_arrays(folder: Path, most: int) -> tuple[dict[str, Array], SampledT
     return arrays, _sampled(traffic, len(group), {OTHER_SHAPE: len(traffic.requests) - len(group)})
 
 
+def captured_tokens(folder: Path, most: int, padding: Mapping[str, int]) -> tuple[dict[str, Array], SampledTraffic] | None:
+    """Return the texts of captured requests as the model got them: tokens, int64 [texts, length], padded at their end.
+
+    `padding` has the value behind a text by input; without it the commonest length is returned. None if the requests hold texts
+    themselves.
+
+    Raises:
+        ExportError: There are none, or they have other inputs.
+    """
+    traffic = _read(folder, most)
+    if any(array.dtype == object for request in traffic.requests for array in request.inputs.values()):
+        return None
+    if not padding:
+        return captured_arrays(folder, most)
+    fitting = [request for request in traffic.requests if _are_tokens(request, padding)]
+    if not fitting:
+        raise ExportError(
+            f"the captured requests in {folder} have the inputs {', '.join(traffic.requests[0].inputs)}, expected tokens as "
+            f"{', '.join(padding)}; give those of this model, or a text file"
+        )
+    longest = max(array.shape[1] for request in fitting for array in request.inputs.values())
+    joined = {
+        name: np.concatenate(
+            [
+                np.pad(array, ((0, 0), (0, longest - array.shape[1])), constant_values=value)
+                for array in (request.inputs[name] for request in fitting)
+            ]
+        )[:most]
+        for name, value in padding.items()
+        if name in fitting[0].inputs
+    }
+    return joined, _sampled(traffic, len(fitting), {OTHER_SIGNATURE: len(traffic.requests) - len(fitting)})
+
+
+def _are_tokens(request: CapturedRequest, padding: Mapping[str, int]) -> bool:
+    arrays = request.inputs.values()
+    return request.inputs.keys() == padding.keys() and all(
+        array.ndim == 2 and array.dtype == np.int64 and array.shape == request.inputs["input_ids"].shape for array in arrays
+    )
+
+
 def captured_files(folder: Path, most: int) -> tuple[list[bytes], SampledTraffic]:
     """Return the texts in UTF-8, or the pictures' files, of captured requests.
 
