@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from halfserve.export.captured_samples import captured_tokens
+from halfserve.export.captured_samples import captured_arrays, captured_files
 from halfserve.export.certificate.certificate import SampledTraffic
 from halfserve.export.export_errors import ExportError
 from halfserve.export.samples import Samples
@@ -105,10 +105,9 @@ def _captured(tokenizer: PreTrainedTokenizerFast, options: SourceOptions) -> Sam
     folder = options.samples
     if folder is None or not folder.is_dir():
         return None
-    found = captured_tokens(folder, options.max_samples, padding_values(tokenizer, names))
-    if found is None:
+    if captured_files(folder, options.max_samples)[0]:
         return None
-    arrays, traffic = found
+    arrays, traffic = captured_arrays(folder, options.max_samples, padding_values(tokenizer, names))
     inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
     return Samples(inputs=inputs, labels=None, note=traffic.text, traffic=traffic)
 
