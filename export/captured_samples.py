@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -30,7 +32,7 @@ MOST = 1024  # samples, by default
 MAX_BYTES = 1 << 30  # of all samples
 ROWS = 32  # of a batch
 HALVES = frozenset({"float16", "bfloat16"})
-BEYOND, OTHER_SHAPE, OTHER_SIGNATURE = "beyond the limit, spread over the time", "of another shape", "of another signature"
+BEYOND, OTHER_SHAPE, MISFIT = "beyond the limit, spread over the time", "of another shape", "that do not fit the model"
 Shape: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
@@ -64,29 +66,34 @@ def captured_samples(folder: Path, model: ModelFile, *, most: int, batch_size: i
         parts = [group] if rows_join else [[request] for request in group]
         for part in parts:
             try:
-                arrays = load_samples(_joined(part, wanted), model)
-                batches += make_feeds(wanted, arrays, batch_size).batches
+                feeds = make_feeds(wanted, load_samples(_joined(part, wanted), model), batch_size)
             except ExportError as error:
                 misfit = misfit or str(error)
                 continue
-            requests += len(part)
+            batches += feeds.batches
+            # A model with a fixed batch leaves a remainder out.
+            requests += sum(end <= feeds.samples for end in accumulate(map(_rows, part))) if rows_join else 1
     if not batches:
         raise ExportError(
             f"the captured requests in {folder} do not fit the model: {misfit}; give the folder of the model that they were "
             "captured of, or capture others"
         )
-    sampled = _sampled(traffic, requests, {OTHER_SIGNATURE: len(traffic.requests) - requests})
+    sampled = _sampled(traffic, requests, {MISFIT: len(traffic.requests) - requests})
     return SampleSet(inputs=batches, note=sampled.text, traffic=sampled)
 
 
-def captured_arrays(folder: Path, most: int) -> tuple[dict[str, Array], SampledTraffic]:
+def captured_arrays(
+    folder: Path, most: int, padding: Mapping[str, int] | None = None
+) -> tuple[dict[str, Array], SampledTraffic]:
     """Return the captured requests of the commonest shape, joined by input: [rows, ...]; half precision becomes float32.
+
+    Tokens [rows, length] of texts of all lengths become one shape with `padding`: the value behind a text, by input.
 
     Raises:
         ExportError: There are none, or an input holds texts or files.
     """
     traffic = _read(folder, most)
-    group = next(_by_shape(traffic.requests, rows_join=True))
+    group = next(_by_shape(_padded(traffic.requests, padding or {}), rows_join=True))
     arrays = {
         name: array[:most].astype(np.float32) if array.dtype.name in HALVES else array[:most]
         for name, array in _joined(group).items()
@@ -94,25 +101,36 @@ def captured_arrays(folder: Path, most: int) -> tuple[dict[str, Array], SampledT
     return arrays, _sampled(traffic, len(group), {OTHER_SHAPE: len(traffic.requests) - len(group)})
 
 
+def _padded(requests: Sequence[CapturedRequest], padding: Mapping[str, int]) -> list[CapturedRequest]:
+    tokens = [one for one in requests if padding and one.inputs.keys() == padding.keys()]
+    tokens = [one for one in tokens if all(array.ndim == 2 and array.dtype == np.int64 for array in one.inputs.values())]
+    longest = max((array.shape[1] for one in tokens for array in one.inputs.values()), default=0)
+    return [
+        replace(
+            one,
+            inputs={
+                name: np.pad(array, ((0, 0), (0, longest - array.shape[1])), constant_values=padding[name])
+                for name, array in one.inputs.items()
+            },
+        )
+        for one in tokens
+    ] or list(requests)
+
+
 def captured_files(folder: Path, most: int) -> tuple[list[bytes], SampledTraffic]:
-    """Return the texts in UTF-8, or the pictures' files, of captured requests.
+    """Return the texts in UTF-8, or the pictures' files, of captured requests; none where they hold tensors alone.
 
     Raises:
-        ExportError: There are none.
+        ExportError: There are no requests.
     """
     traffic = _read(folder, most)
     found = [
         [element for array in request.inputs.values() if array.dtype == object for element in array.ravel().tolist()]
         for request in traffic.requests
     ]
-    files = [element for elements in found for element in elements][:most]
-    if not files:
-        raise ExportError(
-            f"the captured requests in {folder} hold no texts or pictures, expected them as they came from clients; "
-            "give a folder of such requests, or a file of samples"
-        )
     used = sum(map(bool, found))
-    return files, _sampled(traffic, used, {OTHER_SIGNATURE: len(found) - used})
+    files = [element for elements in found for element in elements][:most]
+    return files, _sampled(traffic, used, {MISFIT: len(found) - used})
 
 
 def _read(folder: Path, most: int) -> CapturedTraffic:

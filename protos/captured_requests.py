@@ -115,7 +115,9 @@ def read_capture(folder: Path, *, model: str | None = None, limit: int | None = 
             "capture some with `halfserve serve ... --capture FOLDER`"
         )
     if model is None and len(models) > 1:
-        raise CapturedRequestsError(f"{folder}: has requests of {names}, expected those of one model; name the model")
+        raise CapturedRequestsError(
+            f"{folder}: has requests of {names}, expected those of one model; name the model or its folder"
+        )
     if model is not None and model not in models:
         raise CapturedRequestsError(f"{folder}: has no requests of model {model!r}, but of {names}; name one of these")
     chosen: dict[Path, list[int]] = {}

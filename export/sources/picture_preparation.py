@@ -166,6 +166,8 @@ def picture_samples(preprocessing: Preprocessing, options: SourceOptions) -> Sam
     note, traffic = "", None
     if options.samples is not None and is_capture(options.samples):
         contents, traffic = captured_files(options.samples, options.max_samples)
+        if not contents:
+            raise ExportError(f"the captured requests in {options.samples} hold no picture files; give those of other clients")
         note = traffic.text
         images = [_read_picture(f"captured picture {number}", BytesIO(file)) for number, file in enumerate(contents)]
     elif options.samples is not None:

@@ -8,8 +8,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
+from halfserve.export.captured_samples import captured_arrays, captured_files
 from halfserve.export.certificate.certificate import SampledTraffic
 from halfserve.export.export_errors import ExportError
 from halfserve.export.samples import Samples
@@ -86,15 +88,36 @@ def text_samples(
 ) -> tuple[Samples, Mapping[str, Mapping[int, str]]]:
     """Tokens of the texts, or of each text with the next as a pair, int64 (texts, length); and the sizes that vary.
 
+    Captured requests of a text endpoint have the tokens that the model got, and are taken as they are.
     A model that is given no mask was trained on texts of one length, and takes no other.
 
     Raises:
         ExportError: The user's samples cannot be read.
     """
+    is_masked = MASK in tokenizer.model_input_names
+    samples = _captured(tokenizer, options) or _tokenized(tokenizer, config, options, pairs=pairs, is_masked=is_masked)
+    return samples, {name: {1: "length"} for name in samples.inputs} if is_masked else {}
+
+
+def _captured(tokenizer: PreTrainedTokenizerFast, options: SourceOptions) -> Samples | None:
+    """Return the tokens in captured requests; None if no folder of requests is given, or they hold texts."""
+    names = [name for name in TOKENS if name in tokenizer.model_input_names]
+    folder = options.samples
+    if folder is None or not folder.is_dir():
+        return None
+    if captured_files(folder, options.max_samples)[0]:
+        return None
+    arrays, traffic = captured_arrays(folder, options.max_samples, padding_values(tokenizer, names))
+    inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return Samples(inputs=inputs, labels=None, note=traffic.text, traffic=traffic)
+
+
+def _tokenized(
+    tokenizer: PreTrainedTokenizerFast, config: PretrainedConfig, options: SourceOptions, *, pairs: bool, is_masked: bool
+) -> Samples:
     texts, note, traffic = _texts(options)
     settings = config.get_text_config()
     places = min(tokenizer.model_max_length, getattr(settings, "max_position_embeddings", LONGEST))
-    is_masked = MASK in tokenizer.model_input_names
     second = [*texts[1:], texts[0]] if pairs else None
     encoded = tokenizer(
         list(texts),
@@ -104,9 +127,8 @@ def text_samples(
         max_length=min(places, LONGEST) if is_masked else places,
         return_tensors="pt",
     )
-    inputs: dict[str, Tensor] = {name: encoded[name] for name in TOKENS if name in encoded}
-    dynamic = {name: {1: "length"} for name in inputs} if is_masked else {}
-    return Samples(inputs=inputs, labels=None, note=note, traffic=traffic), dynamic
+    inputs = {name: encoded[name] for name in TOKENS if name in encoded}
+    return Samples(inputs=inputs, labels=None, note=note, traffic=traffic)
 
 
 def served_tokenizer(

@@ -41,6 +41,7 @@ from halfserve.serve.client.errors import ClientError
 LARGEST = 1e8  # largest number of seconds or milliseconds; JSON and clocks cannot represent infinity
 DEFAULT_CONCURRENCIES = "1,2,4,8,16,32,64"
 DEFAULT_SECONDS = 2.0
+MADE_UP = ("random", "zeros")
 EXIT_CODES: dict[type[Exception], int] = {
     BenchmarkArgumentError: 2,
     InputArgumentError: 2,
@@ -191,7 +192,7 @@ class BenchArguments:
     def _captured(self, models: Sequence[str]) -> CapturedTraffic | None:
         """Return the requests of --data FOLDER; None where it is no folder."""
         folder = Path(self.data)
-        if not folder.is_dir():
+        if self.data in MADE_UP or not folder.is_dir():
             if self.replay is not None:
                 raise BenchmarkArgumentError("--replay sends captured requests; expected their folder as --data FOLDER")
             return None
@@ -217,7 +218,7 @@ class BenchArguments:
     def _data(self) -> tuple[dict[str, object], bool]:
         """Return the inputs given by name, and whether all other inputs are zeros."""
         inputs, data = self.inputs or [], self.data
-        if data in ("random", "zeros"):
+        if data in MADE_UP:
             return read_inputs(inputs), data == "zeros"
         if not data.endswith(".npz"):
             raise BenchmarkArgumentError(f"--data {data}: expected random, zeros, the name of a .npz file or a folder")

@@ -56,7 +56,7 @@ def test_a_certificate_says_on_which_traffic_it_was_proved(shell: Shell) -> None
         model="scores",
         versions=(1, 2),
         requests=27,
-        left_out={"of another signature": 2, "that the server refused": 1},
+        left_out={"that do not fit the model": 2, "that the server refused": 1},
         first_utc=PERIOD[0],
         last_utc=PERIOD[1],
         shards=3,
@@ -149,3 +149,14 @@ def test_texts_clips_and_pictures_are_prepared_as_those_of_files(tmp_path: Path)
     clips = clip_samples(SourceOptions(samples=write_capture(tmp_path / "a", captured({"audio": rows(2, 800)}))), 8000)
     assert clips.inputs["audio"].shape == (2, 800)
     assert clips.traffic is not None
+
+
+@pytest.mark.usefixtures("folder")
+def test_requests_beyond_the_last_fixed_batch_are_not_counted(shell: Shell) -> None:
+    in_one_file(both(NET.replace("batch", "4"))[0], Path("fixed.onnx"))
+    write_capture(Path("fixed"), *(captured({"x": rows(2, 3)}, float(number)) for number in range(3)))
+    assert shell("convert", "fixed.onnx", "out.onnx", "--samples", "fixed").code == 0
+    certificate = certificate_of(Path("out.onnx"))
+    assert certificate.traffic is not None
+    assert (certificate.samples, certificate.traffic.requests) == (4, 2)
+    assert certificate.traffic.left_out == {"that do not fit the model": 1}

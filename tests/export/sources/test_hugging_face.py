@@ -25,6 +25,7 @@ from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.repository.model_loading import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
+from tests.captured import captured, write_capture
 from tests.export.hugging_face_folders import (
     LABELS,
     SENTENCES,
@@ -552,3 +553,16 @@ def test_how_answers_become_scores_or_shorter_is_a_setting(tmp_path: Path) -> No
     assert _task_of(nested).settings == {"halfserve.embedding_dimensions": "8,16"}
     _edited(nested / "config.json", matryoshka_dimensions=None, is_matryoshka=True)
     assert _task_of(nested).settings == {"halfserve.embedding_dimensions": "any"}
+
+
+def test_captured_tokens_are_padded_as_texts_are(tmp_path: Path) -> None:
+    folder = text_folder(tmp_path / "model", "BertModel")
+    names = open_hugging_face(folder, SourceOptions()).samples.inputs
+    short, long = ({name: np.full((rows, length), 1, np.int64) for name in names} for rows, length in ((2, 3), (1, 5)))
+    wrong = {"x": np.zeros((1, 2), np.float32)}
+    traffic = write_capture(tmp_path / "traffic", captured(short), captured(long, 1.0), captured(wrong, 2.0))
+    source = open_hugging_face(folder, SourceOptions(samples=traffic))
+    assert source.samples.inputs.keys() == names.keys()
+    assert source.samples.inputs["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    assert source.samples.traffic is not None
+    assert (source.samples.traffic.requests, source.samples.traffic.left_out) == (2, {"of another shape": 1})

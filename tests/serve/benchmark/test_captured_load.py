@@ -105,6 +105,14 @@ def test_the_answers_of_two_versions_are_compared(
     assert (output["differing"], output["class_changes"], output["mismatched"]) == (4, 0, 2)
 
 
+def test_a_folder_named_random_does_not_replace_random_inputs(
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(mixed(tmp_path / "random").parent)
+    found = figures(server, capsys, "scores", "--shape", "x:3", "--concurrency", "1", "--requests", "2")
+    assert (found["capture"], found["levels"][0]["requests"]) == (None, 2)
+
+
 def test_what_exceeds_the_memory_is_left_out_of_the_contents_alone(
     server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
