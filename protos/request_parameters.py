@@ -1,7 +1,7 @@
 """Parameters of an inference request that mean something to the server; a client may add others, which models receive.
 
-The header forwarding, the response cache, Python models and the reference page read this table. A parameter in it is not set
-from a header, and a Python model does not get it among its `parameters`.
+The header forwarding, the response cache, Python models and the reference page read this table. A header that is forwarded sets
+none of these parameters, and a Python model does not get them among its `parameters`.
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_parameters.md
 """

@@ -107,7 +107,8 @@ def test_options_that_documents_name_are_there() -> None:
         text = (ROOT / document).read_text(encoding="utf-8")
         # Whole commands that call other programs aside.
         own = re.sub(
-            r"^.*(?:python3? -m|make|docker|helm|kubectl|perf_analyzer|h2load|benchmarks|protoc|go_opt|openssl)(?:.*\\\n)*.*$",
+            r"^.*(?:python3? -m|make|docker|helm|kubectl|perf_analyzer|aiperf|h2load|benchmarks|protoc|go_opt|openssl)"
+            r"(?:.*\\\n)*.*$",
             "",
             text,
             flags=re.MULTILINE,
