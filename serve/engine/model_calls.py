@@ -195,7 +195,7 @@ class ModelCalls:
 
     def _waits(self, call: ModelCall, listener: CallListener, running: RunningCall) -> bool:
         """Return whether a call waits until its model is loaded, and begins then."""
-        if not self.core.comes_on_demand(call.model):
+        if not self.core.loads_on_demand or self.core.served(call.model):
             return False
 
         def arrived(error: InferenceError | None) -> None:

@@ -83,7 +83,7 @@ class InferRoute:
 
     async def _asked(self, request: Request) -> RestRequest:
         name, version = named(request)
-        if not self._core.comes_on_demand(name):
+        if not (self._core.loads_on_demand and self._core.knows(name)):
             self._core.model(name, version)  # fails before the body is read
         body = await self._bodies.read(request)
         json_bytes = header_length(request, len(body))

@@ -116,6 +116,7 @@ class ModelRoom:
         began_s = time.monotonic()
         while True:
             models = self._removable(counted=counted)
+            models.pop(name, None)  # serves until its new version does
             idle = {one: found for one, found in models.items() if self._is_idle(one, found)}
             if idle:
                 oldest = min(idle, key=lambda one: _last_used_ns(idle[one]))

@@ -322,6 +322,9 @@ class _AwaitedModel:
             self._cancel = self._inference.infer(self._data, self._left_s(), reply, many=self._many)
         except InferenceError as refusal:
             reply(refusal)
+        except Exception as fault:
+            logger.exception("a request that waited for its model failed")
+            reply(BackendError(f"the server failed on this request: {type(fault).__name__}"))
 
 
 class _PendingInference(InferenceRecord):

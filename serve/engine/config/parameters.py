@@ -253,7 +253,7 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
     PINNED: OwnParameter(
         switch, "off", "`on`, `off`",
         "With `--load-on-demand`, load the model at the start, and do not unload it to save memory: see "
-        "[Models on demand](../guides/on_demand.md).",
+        "[Models on demand](../guides/on_demand.md). In object storage, name it by `--load-model` too.",
     ),
     "halfserve.precision_guard": OwnParameter(
         one_of("off", "count", "reject", "fallback"), "count", "`off`, `count`, `reject`, `fallback`",

@@ -229,6 +229,18 @@ def test_requests_by_rest_load_the_model(repository: Path, asks: str) -> None:
         assert lines(server) == [("mlp", "1", "READY", ""), ("other", "", *RESTS)]
 
 
+def test_a_failed_load_is_said_by_rest_too(repository: Path) -> None:
+    (repository / "mlp" / "1" / "model.onnx").write_bytes(b"this is no model")
+    with demand_server(repository) as server, running_http(server) as rest, httpx.Client(timeout=WAIT_S) as client:
+        path = f"http://127.0.0.1:{rest.port}/v2/models/mlp"
+        for _ in range(2):  # the second time there is no load
+            answer = client.post(f"{path}/infer", json={"inputs": []})
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert "model 'mlp' could not be loaded: " in answer.json()["error"]
+        assert client.get(f"{path}/ready").status_code == 503
+        assert figure(server, "demand_loads_total") == 1
+
+
 def test_a_text_request_that_names_its_model_loads_it(tmp_path: Path) -> None:
     save_text_model(tmp_path, "embedder")
     with demand_server(tmp_path) as server, running_http(server) as rest, httpx.Client(timeout=WAIT_S) as client:
@@ -249,8 +261,9 @@ def test_calls_of_models_load_the_called_model(tmp_path: Path) -> None:
     with demand_server(tmp_path, runtime=runtimes) as server, triton.InferenceServerClient(server.address) as client:
         server.call(lambda: runtimes.connect(ModelCalls(server.core)))
         assert infer(client, "calls", np.zeros(4, np.float32)).tolist() == [3] * 4
-        with pytest.raises(InferenceServerException, match="model 'broken' could not be loaded: .*is not"):
-            infer(client, "lost", np.zeros(4, np.float32))
+        for _ in range(2):  # the second time there is no load
+            with pytest.raises(InferenceServerException, match="model 'broken' could not be loaded: .*is not"):
+                infer(client, "lost", np.zeros(4, np.float32))
 
 
 def test_a_server_that_needs_all_models_is_ready_without_those_on_demand(repository: Path) -> None:

@@ -213,6 +213,21 @@ def test_what_a_load_request_brought_is_not_lost(repository: Path) -> None:
         assert served(server) == ["a"]
 
 
+def test_a_model_does_not_wait_for_itself_to_leave(repository: Path) -> None:
+    with (
+        controlled_server(
+            repository, ControlMode.EXPLICIT, on_demand=True, max_loaded_bytes=int(1.5 * size(repository))
+        ) as server,
+        triton.InferenceServerClient(server.address) as client,
+    ):
+        assert ask(client, "a")
+        save_mlp(repository / "a" / "2" / "model.onnx")
+        with pytest.raises(InferenceServerException, match="a/2/model.onnx: takes at least .* try again later, or raise it"):
+            client.load_model("a")
+        assert client.get_model_config("a").config.name == "a"
+        assert [line[:3] for line in lines(server)][:2] == [("a", "1", "READY"), ("a", "2", "UNAVAILABLE")]
+
+
 def test_clients_lose_nothing_while_models_come_and_go(repository: Path) -> None:
     with bounded(repository, 1.5) as (server, client), ThreadPoolExecutor(6) as pool:
         expected = ask(client, "a")

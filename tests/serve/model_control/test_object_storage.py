@@ -154,7 +154,7 @@ def test_requests_load_models_of_a_store(s3: S3Server, storage: ObjectStorage, m
         controlled_server(storage, ControlMode.NONE, on_demand=True, max_loaded_bytes=int(1.5 * len(mlp))) as server,
         triton.InferenceServerClient(server.address) as client,
     ):
-        assert not [path for path in storage.folder.rglob("model.onnx")]
+        assert not list(storage.folder.rglob("model.onnx"))
         assert ask(client, "mlp") == ask(client, "other") == ask(client, "mlp")
         assert [name for name, _, state, _ in lines(server) if state == "READY"] == ["mlp"]
 
