@@ -114,6 +114,8 @@ class ModelControl:
             self._task(watch.run(self._follow))
         await self.refresh()
         if options.on_demand:
+            loaded = len({model.name for model in self._core.models()})
+            logger.info("%d of %d models are loaded; requests load the others", loaded, len(self._core.loadable))
             self._task(self._look_for_models())
         if self._switch.room is not None and options.idle_unload_s:
             self._task(self._switch.room.unload_idle(options.idle_unload_s))

@@ -135,6 +135,10 @@ def test_a_request_waits_no_longer_than_its_deadline_and_the_load_goes_on(reposi
             assert runtime.entered.wait(WAIT_S)
             code, text = refusal(client, "mlp", timeout_us=1000)
             assert (code, "model 'mlp' was still being loaded" in text) == ("DEADLINE_EXCEEDED", True)
+            x = triton.InferInput("x", [1, 64], "FP16").set_data_from_numpy(np.ones((1, 64), np.float16))
+            cancelled = client.async_infer("mlp", [x], lambda *_: None)
+            server.until(lambda: figure_here(server, "demand_waiting_requests") == 1)
+            cancelled.cancel()
             server.until(lambda: figure_here(server, "demand_waiting_requests") == 0)
             assert ask(client, "other")  # is not in the way of others
         finally:
