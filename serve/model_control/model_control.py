@@ -345,6 +345,9 @@ class ModelControl:
     async def _unload(self, name: str, *, dependents: bool) -> None:
         while self._steps_in_use[name] > 0:  # an ensemble that is being loaded needs it
             await self._load_ended.wait()
+        # A request loads an ensemble again with its steps, but not a step of a loaded ensemble.
+        for ensemble in self._ensembles_on_demand(name):
+            await self._unload(ensemble, dependents=False)
         steps = self._steps(name)
         async with self._lock(name):
             await self._switch.take_out(name)
@@ -366,6 +369,13 @@ class ModelControl:
         async with self._lock(name):  # which is free, so that the model is still idle
             await self._switch.take_out(name, why)
             self._loaded_as_steps.discard(name)
+
+    def _ensembles_on_demand(self, step: str) -> list[str]:
+        """Return the served ensembles that need a model, and that requests can load again as they are."""
+        if not self._options.on_demand:
+            return []
+        found = dict.fromkeys(model.name for model in self._core.models() if step in self._steps(model.name))
+        return [name for name in found if not self._keeps(name)]
 
     def _steps(self, name: str) -> list[str]:
         """Return the models of the steps of a served ensemble; none for another model."""

@@ -136,7 +136,7 @@ def test_a_request_waits_no_longer_than_its_deadline_and_the_load_goes_on(reposi
             code, text = refusal(client, "mlp", timeout_us=1000)
             assert (code, "model 'mlp' was still being loaded" in text) == ("DEADLINE_EXCEEDED", True)
             x = triton.InferInput("x", [1, 64], "FP16").set_data_from_numpy(np.ones((1, 64), np.float16))
-            cancelled = client.async_infer("mlp", [x], lambda *_: None)
+            cancelled = client.async_infer("mlp", [x], lambda result, error: None)
             server.until(lambda: figure_here(server, "demand_waiting_requests") == 1)
             cancelled.cancel()
             server.until(lambda: figure_here(server, "demand_waiting_requests") == 0)
@@ -200,10 +200,16 @@ def test_an_ensemble_brings_the_models_of_its_steps(tmp_path: Path) -> None:
     save_add(tmp_path / "one", 1)
     save_add(tmp_path / "ten", 10)
     save_ensemble(tmp_path / "chain", CHAIN)
-    with demand_server(tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+    with (
+        controlled_server(tmp_path, ControlMode.EXPLICIT, on_demand=True) as server,
+        triton.InferenceServerClient(server.address) as client,
+    ):
         x = triton.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.zeros((1, 4), np.float32))
         assert client.infer("chain", [x]).as_numpy("out").tolist() == [[11] * 4]
         assert [line[:3] for line in lines(server)] == [(name, "1", "READY") for name in ("chain", "one", "ten")]
+        client.unload_model("one")
+        assert lines(server)[:2] == [("chain", "1", *RESTS), ("one", "1", *RESTS)]
+        assert client.infer("chain", [x]).as_numpy("out").tolist() == [[11] * 4]
 
 
 def test_pinned_models_are_loaded_at_the_start(repository: Path) -> None:
