@@ -30,7 +30,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from benchmarks.harness.models import save_shift
 from benchmarks.harness.process_watch import Sample, watch
@@ -226,10 +226,16 @@ def main(
 def _print(demand: Results, whole: Results, changes: Changes) -> None:
     waited = [asked for asked in demand.answered if changes.waited(asked)]
     loaded = [asked for asked in demand.answered if not changes.waited(asked)]
-    table = Table("requests", "answered", "wrong", "lost", *(f"p{q} ms" if q < 100 else "longest ms" for q in PERCENTILES))
+    table = Table(
+        Column("requests", no_wrap=True),
+        "answered",
+        "wrong",
+        "lost",
+        *(f"p{q} ms" if q < 100 else "longest ms" for q in PERCENTILES),
+    )
     table.add_row("on demand: all", *_counts(demand), *_milliseconds(demand.answered))
-    table.add_row("  their model was loaded", str(len(loaded)), "", "", *_milliseconds(loaded))
-    table.add_row("  waited for a load", str(len(waited)), "", "", *_milliseconds(waited))
+    table.add_row("of loaded models", str(len(loaded)), "", "", *_milliseconds(loaded))
+    table.add_row("that waited for a load", str(len(waited)), "", "", *_milliseconds(waited))
     table.add_row("all models loaded", *_counts(whole), *_milliseconds(whole.answered))
     Console().print(table)
 

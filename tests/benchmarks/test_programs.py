@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import save
 
 import benchmarks
-from benchmarks import checkpoints, convert, object_storage, processes, real_models, staged_batches
+from benchmarks import checkpoints, convert, object_storage, on_demand, processes, real_models, staged_batches
 from benchmarks.converters.packaged_networks import speech_detector
 from benchmarks.converters.speed_models import convolutions
 from tests.benchmarks.test_converters import pictures
@@ -64,6 +64,15 @@ def test_conversions_are_timed_and_shown(capsys: pytest.CaptureFixture[str], mon
     out, _ = capsys.readouterr()
     assert "Speed, medians" in out
     assert "0.50" in out
+
+
+def test_models_on_demand_are_asked_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    on_demand.main(seconds=2, window_s=1, count=4, fitting=2, clients=4, rate=100)
+    out, _ = capsys.readouterr()
+    answered = {row[0].strip(): int(row[1]) for line in out.splitlines() if len(row := line.split("│")[1:]) > 2}
+    assert answered["on demand: all"] == answered["of loaded models"] + answered["that waited for a load"]
+    assert min(answered.values()) > 0
+    assert "at most 2 models at a time" in out
 
 
 def wheel(folder: Path) -> Path:

@@ -86,7 +86,9 @@ class Reporting:
             InferenceError: the server does not answer.
         """
         self._state = await self._server.ask(STATE, empty_pb2.Empty(), MemberState, QUERY_S)
-        self._orders.begin(filter(self._may_have, self._state.models), wanted)
+        # What the server has at its start is pinned, or loaded by requests.
+        missing = [name for name, model in self._state.models.items() if self._may_have(name) and not model.is_served]
+        self._orders.begin(missing, wanted)
 
     def follow(self, wanted: Wanted) -> None:
         """Carry out what is new in the wanted state."""
@@ -148,7 +150,7 @@ class Reporting:
 
     def _report(self, answers: dict[str, CallAnswer]) -> Report:
         models = self._state.models
-        offered = {name for name, model in models.items() if model.is_served or self._may_have(name)}
+        offered = {name for name, model in models.items() if model.versions or self._may_have(name)}
         return self._about(
             is_draining=self._is_leaving,
             models={name: self._model(name) for name in {*offered, *self._orders.models}},
