@@ -263,12 +263,14 @@ def _searched(
     facts: list[str | bytes] = [arguments.address or "", str(cores), str(goal.percent), str(server.processes), *options]
     facts += [base.SerializeToString(deterministic=True) for base in (*server.bases, *server.completed)]
     facts += [request.SerializeToString(deterministic=True) for _, request in server.target.requests]
+    if place.path is None:  # the files cannot be read
+        facts.append(server.answer())
     files = {place.folder(name) or place.path for name in server.models} - {None}
     folder = users_folder()
     key = circumstances_key(sorted(path for path in files if path is not None), facts)
     path = None if folder is None else folder / "tuning" / f"{key}.json"
     machine = RecordedPoints(path, server.measure, time.monotonic)
-    server.on_load = bar.window
+    server.progress = bar
     bar.begin(f"tuning {place.name}", None)
     try:
         return TuningSearch(space, machine, goal, bar.note).run()
