@@ -74,7 +74,6 @@ class TunedServer:
         models: the models that are tuned: the model itself, or the steps of an ensemble.
         completed: the configuration in force at the start, of each of them.
         start: the tuned settings in it.
-        fewest_rows: rows that a batch must be able to hold: those of a request, or of an ensemble's batch.
         bases: configurations that settings are put into: the completed ones, or what files declare.
         processes: load processes, each with a connection.
         progress: shows each load; nothing is on the screen until it begins.
@@ -94,7 +93,8 @@ class TunedServer:
         try:
             config = self._client.model_config(model, "")
             self.models = tuple(step_models(config)) or (model,)
-            self.fewest_rows = max(requests.batch_size, config.max_batch_size if is_ensemble(config) else 1)
+            self._is_batched = config.max_batch_size > 0
+            self._fewest_rows = config.max_batch_size if is_ensemble(config) else 1
             self.completed: tuple[ModelConfig, ...] = tuple(self._client.model_config(name, "") for name in self.models)
             for name, one in zip(self.models, self.completed, strict=True):
                 _require_tunable(name, one)
@@ -120,11 +120,16 @@ class TunedServer:
         return b"".join(outputs)
 
     def space(self, cores: int, limit_ms: float) -> SearchSpace:
-        """Return what may be tried with so many cores and this latency limit."""
+        """Return what may be tried with so many cores and this latency limit.
+
+        Each batch must be able to hold the rows of each request, and of an ensemble's batch.
+        """
+        shapes = [tensor.shape for request in self.target.plain_requests for tensor in request.inputs]
+        rows = max(self._fewest_rows, *(int(shape[0]) for shape in shapes if shape and self._is_batched), 1)
         axes: list[TunedAxis] = []
         for index, config in enumerate(self.completed):
             found = self._precisions(index)
-            axes += axes_of(index, config, cores=cores, limit_ms=limit_ms, rows=self.fewest_rows, precisions=found)
+            axes += axes_of(index, config, cores=cores, limit_ms=limit_ms, rows=rows, precisions=found)
         return SearchSpace(models=self.models, axes=tuple(axes), start=self.start, cores=cores)
 
     def load(self, index: int, settings: TunedSettings) -> None:

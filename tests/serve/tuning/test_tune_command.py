@@ -191,6 +191,7 @@ def _point(choice: Choice, load: Load, seconds: float) -> TuningPoint:
         (("{models}/none",), 2, "not found; expected a model's folder in a repository, REPOSITORY/MODEL, or a model file"),
         (("none", "--address", "127.0.0.1"), 2, "the address must be HOST:PORT"),
         (("{models}/one", "--rate", "5", "--concurrency", "2"), 2, "--concurrency and --rate are two kinds of load"),
+        (("{models}/one", "--seconds", "inf"), 2, "--seconds inf: expected a number up to 100000000"),
         (("{models}/one", "--report", "report.txt"), 2, "--report report.txt: expected the name of a .html or .json file"),
         (("{models}/one", "--report", "none/report.json"), 1, "--report none/report.json: there is no folder"),
         (("{models}/one/1/model.onnx", "--apply"), 2, "--apply writes config.pbtxt of a model in a repository"),
