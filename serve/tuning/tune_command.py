@@ -207,6 +207,9 @@ def _run(model: str, options: Sequence[str], arguments: TuneArguments) -> None:
             TunedServer(address, place.name, settings, percent=goal.percent, processes=settings.processes)
         )
         declared = [place.declared(name) for name in server.models]
+        for one in declared:  # of an ensemble, those of its steps
+            if arguments.apply and one.path is not None:
+                checked_output(one.path, "--apply")
         if arguments.address is None:
             server.bases = tuple(one.config for one in declared)
         else:
