@@ -290,7 +290,7 @@ def test_sigterm_for_the_whole_group_keeps_what_was_measured(server: RunningServ
 
 def test_tokens_stay_out_of_the_report() -> None:
     arguments = ["bench", "mlp", "--header", "authorization: Bearer a:b", "--header=x-key:secret", "--rate", "5"]
-    assert bench_command._command(arguments) == "halfserve bench mlp --header authorization:... --header=x-key:... --rate 5"
+    assert bench_command.command_line(arguments) == "halfserve bench mlp --header authorization:... --header=x-key:... --rate 5"
 
 
 @pytest.mark.parametrize(("number", "end"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
