@@ -54,8 +54,7 @@ TERMINATED_EXIT_CODE = 143  # 128 + SIGTERM, as shells report it
 SAME_S = 0.5
 
 
-def finite(number: float | None) -> float | None:
-    """Return an option's number. Raises typer.BadParameter: it is larger than clocks and JSON can represent."""
+def _finite(number: float | None) -> float | None:
     if number is not None and not number <= LARGEST:
         raise typer.BadParameter(f"expected a number up to {LARGEST:.0f}, not {number:g}")
     return number
@@ -93,21 +92,21 @@ class BenchArguments:
     ] = None
     seconds: Annotated[
         float | None,
-        _load(help="Length of each level, or of a window of it; by default 2, and a whole replay.", callback=finite, min=0.01),
+        _load(help="Length of each level, or of a window of it; by default 2, and a whole replay.", callback=_finite, min=0.01),
     ] = None
     requests: Annotated[int | None, _load(help="End each level after so many requests instead.", min=1)] = None
     until_stable: Annotated[
         bool, _load("--until-stable", help="Measure windows of --seconds until three agree within 10 %.")
     ] = False
-    warmup: Annotated[float, _load(help="Seconds of unmeasured load before each level.", callback=finite, min=0)] = 0.5
+    warmup: Annotated[float, _load(help="Seconds of unmeasured load before each level.", callback=_finite, min=0)] = 0.5
     max_latency_ms: Annotated[
-        float | None, _comparing(help="Find the highest load that keeps --percentile within this.", callback=finite, min=0.001)
+        float | None, _comparing(help="Find the highest load that keeps --percentile within this.", callback=_finite, min=0.001)
     ] = None
-    percentile: Annotated[float, _comparing(help="Of the latency, to be kept or stable.", callback=finite, min=1, max=100)] = (
+    percentile: Annotated[float, _comparing(help="Of the latency, to be kept or stable.", callback=_finite, min=1, max=100)] = (
         99.0
     )
     goodput_ms: Annotated[
-        float | None, _comparing(help="Count what is answered within this too.", callback=finite, min=0.001)
+        float | None, _comparing(help="Count what is answered within this too.", callback=_finite, min=0.001)
     ] = None
     against: Annotated[
         list[str] | None,
@@ -133,7 +132,7 @@ class BenchArguments:
     connections: Annotated[
         int | None, _load(help="To the server, more where these are full; without it, one per process.", min=1)
     ] = None
-    timeout: Annotated[float, _load(help="Deadline of each request, in seconds.", callback=finite, min=0.001)] = 30.0
+    timeout: Annotated[float, _load(help="Deadline of each request, in seconds.", callback=_finite, min=0.001)] = 30.0
     output: Annotated[Path | None, _report(help="Write the figures to this JSON file.")] = None
     csv: Annotated[Path | None, _report(help="Write a line per level to this CSV file.")] = None
     html: Annotated[Path | None, _report(help="Write one page with tables and plots.")] = None

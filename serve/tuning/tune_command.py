@@ -18,7 +18,7 @@ from halfserve.files.atomic_files import checked_output
 from halfserve.option_groups import takes_option_groups
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
-from halfserve.serve.benchmark.bench_command import BenchArguments, command_line, finite, sigterm_as_interrupt
+from halfserve.serve.benchmark.bench_command import LARGEST, BenchArguments, command_line, sigterm_as_interrupt
 from halfserve.serve.benchmark.level import Load
 from halfserve.serve.benchmark.load_target import RequestSettings, host_and_port
 from halfserve.serve.benchmark.tables import ProgressBar
@@ -60,16 +60,16 @@ _result = partial(typer.Option, rich_help_panel="Result")
 class TuneArguments:
     """Options of `halfserve tune`."""
 
-    max_latency_ms: Annotated[float, _searching(help="The latency limit, in milliseconds.", callback=finite, min=0.001)]
+    max_latency_ms: Annotated[float, _searching(help="The latency limit, in milliseconds.", min=0.001)]
     percentile: Annotated[float, _searching(help="Percentage of requests that must keep it.", min=1, max=100)] = 99.0
-    seconds: Annotated[float, _searching(help="Time for the search.", callback=finite, min=0.01)] = 300.0
+    seconds: Annotated[float, _searching(help="Time for the search.", min=0.01)] = 300.0
     concurrency: Annotated[
         int | None,
         _searching(help="Measure with so many requests in flight; without it, with the most that keep the limit.", min=1),
     ] = None
     rate: Annotated[
         float | None,
-        _searching(help="Measure at so many requests per second, and find the lowest latency.", callback=finite, min=0.001),
+        _searching(help="Measure at so many requests per second, and find the lowest latency.", min=0.001),
     ] = None
     cores: Annotated[int | None, _searching(help="Cores that the model may use; without it, this machine's.", min=1)] = None
     data: Annotated[str, _requests(help="Inputs, as of halfserve bench: random, zeros, or FILE.npz.")] = "random"
@@ -102,7 +102,11 @@ class TuneArguments:
 
     @property
     def goal(self) -> TuningGoal:
-        """Raises TuningArgumentError: two kinds of load are given."""
+        """What the options search for. Raises TuningArgumentError: two kinds of load are given, or a number is none."""
+        numbers = {"max-latency-ms": self.max_latency_ms, "seconds": self.seconds, "rate": self.rate}
+        for option, number in numbers.items():
+            if number is not None and not number <= LARGEST:
+                raise TuningArgumentError(f"--{option} {number:g}: expected a number up to {LARGEST:.0f}")
         if self.rate is not None and self.concurrency is not None:
             raise TuningArgumentError("--concurrency and --rate are two kinds of load; expected one of them")
         fixed = self.rate is not None or self.concurrency is not None
@@ -203,6 +207,9 @@ def _run(model: str, options: Sequence[str], arguments: TuneArguments) -> None:
             TunedServer(address, place.name, settings, percent=goal.percent, processes=settings.processes)
         )
         declared = [place.declared(name) for name in server.models]
+        for one in declared:  # of an ensemble, those of its steps
+            if arguments.apply and one.path is not None:
+                checked_output(one.path, "--apply")
         if arguments.address is None:
             server.bases = tuple(one.config for one in declared)
         else:
@@ -263,12 +270,14 @@ def _searched(
     facts: list[str | bytes] = [arguments.address or "", str(cores), str(goal.percent), str(server.processes), *options]
     facts += [base.SerializeToString(deterministic=True) for base in (*server.bases, *server.completed)]
     facts += [request.SerializeToString(deterministic=True) for _, request in server.target.requests]
+    if place.path is None:  # the files cannot be read
+        facts.append(server.answer())
     files = {place.folder(name) or place.path for name in server.models} - {None}
     folder = users_folder()
     key = circumstances_key(sorted(path for path in files if path is not None), facts)
     path = None if folder is None else folder / "tuning" / f"{key}.json"
     machine = RecordedPoints(path, server.measure, time.monotonic)
-    server.on_load = bar.window
+    server.progress = bar
     bar.begin(f"tuning {place.name}", None)
     try:
         return TuningSearch(space, machine, goal, bar.note).run()

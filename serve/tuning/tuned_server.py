@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +18,10 @@ from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.benchmark import BenchmarkError
 from halfserve.serve.benchmark.level import Level, Load
 from halfserve.serve.benchmark.load.load_generator import undisturbed
-from halfserve.serve.benchmark.load.spec import INTERRUPTED, LoadStatistics
+from halfserve.serve.benchmark.load.spec import INTERRUPTED
 from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
 from halfserve.serve.benchmark.measurement import Measurement, measure
+from halfserve.serve.benchmark.tables import ProgressBar
 from halfserve.serve.client.client import Client
 from halfserve.serve.client.errors import ClientError, InvalidRequest
 from halfserve.serve.engine.backend import ONNX
@@ -33,7 +34,6 @@ LOAD_S = 600.0  # time limit of a load request
 STOP_S = 30.0
 WARM_UP_SHARE, LONGEST_WARM_UP_S = 0.5, 0.3
 HALVES = ("float32", "bfloat16", "float16")
-OnLoad = Callable[[Load, LoadStatistics], None]
 
 
 @contextmanager
@@ -74,10 +74,9 @@ class TunedServer:
         models: the models that are tuned: the model itself, or the steps of an ensemble.
         completed: the configuration in force at the start, of each of them.
         start: the tuned settings in it.
-        fewest_rows: rows that a batch must be able to hold: those of a request, or of an ensemble's batch.
         bases: configurations that settings are put into: the completed ones, or what files declare.
         processes: load processes, each with a connection.
-        on_load: gets what was measured since its last call, several times a second.
+        progress: shows each load; nothing is on the screen until it begins.
     """
 
     def __init__(self, address: str, model: str, requests: RequestSettings, *, percent: float, processes: int) -> None:
@@ -94,7 +93,8 @@ class TunedServer:
         try:
             config = self._client.model_config(model, "")
             self.models = tuple(step_models(config)) or (model,)
-            self.fewest_rows = max(requests.batch_size, config.max_batch_size if is_ensemble(config) else 1)
+            self._is_batched = config.max_batch_size > 0
+            self._fewest_rows = config.max_batch_size if is_ensemble(config) else 1
             self.completed: tuple[ModelConfig, ...] = tuple(self._client.model_config(name, "") for name in self.models)
             for name, one in zip(self.models, self.completed, strict=True):
                 _require_tunable(name, one)
@@ -103,8 +103,9 @@ class TunedServer:
             raise
         self.start: Choice = tuple(map(settings_of, self.completed))
         self.bases: tuple[ModelConfig, ...] = self.completed
-        self.on_load: OnLoad = lambda _load, _tally: None
+        self.progress = ProgressBar()
         self._loaded: dict[str, TunedSettings] = {}  # settings of each model that was loaded with some
+        self._touched: set[str] = set()  # models whose loads were asked for, completed or not
 
     @property
     def target(self) -> LoadTarget:
@@ -113,12 +114,22 @@ class TunedServer:
             self._target = LoadTarget(self._address, [self._model], self._requests)
         return self._target
 
+    def answer(self) -> bytes:
+        """Return the outputs of a request, which differ where the model on a server does."""
+        outputs = self.target.client.infer_message(self.target.plain_requests[0]).raw_output_contents
+        return b"".join(outputs)
+
     def space(self, cores: int, limit_ms: float) -> SearchSpace:
-        """Return what may be tried with so many cores and this latency limit."""
+        """Return what may be tried with so many cores and this latency limit.
+
+        Each batch must be able to hold the rows of each request, and of an ensemble's batch.
+        """
+        shapes = [tensor.shape for request in self.target.plain_requests for tensor in request.inputs]
+        rows = max(self._fewest_rows, *(int(shape[0]) for shape in shapes if shape and self._is_batched), 1)
         axes: list[TunedAxis] = []
         for index, config in enumerate(self.completed):
             found = self._precisions(index)
-            axes += axes_of(index, config, cores=cores, limit_ms=limit_ms, rows=self.fewest_rows, precisions=found)
+            axes += axes_of(index, config, cores=cores, limit_ms=limit_ms, rows=rows, precisions=found)
         return SearchSpace(models=self.models, axes=tuple(axes), start=self.start, cores=cores)
 
     def load(self, index: int, settings: TunedSettings) -> None:
@@ -127,6 +138,7 @@ class TunedServer:
         if self._loaded.get(name) == settings:
             return
         config = configured(self.bases[index], self.start[index], settings, self.completed[index].backend)
+        self._touched.add(name)
         try:
             self._client.load_model(name, config=_as_json(config, settings.max_batch_size))
         except InvalidRequest as error:
@@ -145,13 +157,14 @@ class TunedServer:
             connections=self.processes,
         )
         try:
-            level = measure(self.target.bench, load, how, lambda tally: self.on_load(load, tally))
+            level = measure(self.target.bench, load, how, lambda tally: self.progress.window(load, tally))
         except BenchmarkError as error:
             if not self._client.is_live():
                 raise TuningError(f"the server at {self._address} ended during a measurement: {error}") from None
             raise RefusedSettingsError(str(error)) from None
         if level.ended_early == INTERRUPTED:
             raise KeyboardInterrupt
+        self.progress.done(level)
         return _point(choice, level, self._percent)
 
     def restore(self) -> list[str]:
@@ -159,13 +172,14 @@ class TunedServer:
         trouble = []
         with undisturbed():
             for name, config in zip(self.models, self.completed, strict=True):
-                if name not in self._loaded:
+                if name not in self._touched:
                     continue
                 try:
                     self._client.load_model(name, config=_as_json(config, config.max_batch_size))
                 except ClientError as error:
                     trouble.append(f"model {name!r} keeps the settings that were measured last; load it again: {error}")
         self._loaded.clear()
+        self._touched.clear()
         return trouble
 
     def close(self) -> None:

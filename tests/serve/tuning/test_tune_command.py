@@ -146,6 +146,24 @@ def test_an_interrupted_tuning_restores_the_server_and_goes_on(
     assert config_of(explicit) == before
 
 
+def test_an_interrupt_during_a_load_restores_the_server(explicit: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = config_of(explicit)
+    load_model = Client.load_model
+    loads: list[str] = []
+
+    def interrupted(self: Client, name: str, **options: Any) -> None:
+        load_model(self, name, **options)
+        loads.append(name)
+        if len(loads) == 1:
+            assert config_of(explicit) != before
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, "load_model", interrupted)
+    assert tune("one", "--address", explicit.address, *EASY, *QUICK) == 130
+    assert loads == ["one", "one"]
+    assert config_of(explicit) == before
+
+
 def test_a_damaged_record_is_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     for content in (b"{", b"[]", b'{"a": {"spent_s": 1}}', b'{"a": {"spent_s": 1, "point": {"rate": 1}}}'):
@@ -173,6 +191,7 @@ def _point(choice: Choice, load: Load, seconds: float) -> TuningPoint:
         (("{models}/none",), 2, "not found; expected a model's folder in a repository, REPOSITORY/MODEL, or a model file"),
         (("none", "--address", "127.0.0.1"), 2, "the address must be HOST:PORT"),
         (("{models}/one", "--rate", "5", "--concurrency", "2"), 2, "--concurrency and --rate are two kinds of load"),
+        (("{models}/one", "--seconds", "inf"), 2, "--seconds inf: expected a number up to 100000000"),
         (("{models}/one", "--report", "report.txt"), 2, "--report report.txt: expected the name of a .html or .json file"),
         (("{models}/one", "--report", "none/report.json"), 1, "--report none/report.json: there is no folder"),
         (("{models}/one/1/model.onnx", "--apply"), 2, "--apply writes config.pbtxt of a model in a repository"),
