@@ -126,7 +126,8 @@ def folder_for_results(name: str, key: str) -> Path:
     """
     hub = _library(name)
     with _told(hub, name, key):
-        return Path(hub.cached_assets_path("halfserve", namespace=name, subfolder=key))
+        root = hub.constants.HF_ASSETS_CACHE
+        return Path(hub.cached_assets_path("halfserve", namespace=name, subfolder=key, assets_dir=root))
 
 
 def _library(model: str) -> ModuleType:
@@ -144,7 +145,7 @@ def _library(model: str) -> ModuleType:
     return huggingface_hub
 
 
-def _is_away(hub: Any, error: Exception) -> bool:
+def _is_away(hub: Any, error: Any) -> bool:
     """Return whether an error says that the hub cannot be asked, and nothing about the model."""
     if isinstance(error, hub.errors.HfHubHTTPError):
         return bool(error.response.status_code >= 500 or error.response.status_code == 429)
@@ -171,7 +172,7 @@ def _cached(hub: Any, name: str, revision: str, error: Exception) -> HubModel:
     )
 
 
-def _away(hub: Any, error: Exception) -> str:
+def _away(hub: Any, error: Any) -> str:
     if isinstance(error, hub.errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE forbids requests to the hub"
     if isinstance(error, hub.errors.HfHubHTTPError):
