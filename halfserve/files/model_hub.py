@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import logging
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,7 +110,8 @@ def fetch_files(model: HubModel, *groups: Sequence[str]) -> Path:
         HubError: They cannot be read, or not be written.
     """
     hub = _library(model.name)
-    with _told(hub, model.name, model.revision):
+    with _told(hub, model.name, model.revision), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of too little space, which the error says
         for paths in groups:
             patterns = [glob.escape(path) for path in paths]
             folder = hub.snapshot_download(
