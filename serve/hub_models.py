@@ -110,7 +110,7 @@ def _told(folder: Path, commit: str, url: str) -> Path:
 
 
 def _run_export(model: HubModel, folder: Path, url: str, onnx: str) -> None:
-    command = [*program("halfserve"), *EXPORT.split()[1:], model.pinned, "--repository", str(folder)]
+    command = [*program("halfserve"), *EXPORT.split()[1:], f"{SCHEME}{model.pinned}", "--repository", str(folder)]
     said = ""
     with (
         _terminating_by_exception(),

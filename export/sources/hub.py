@@ -40,9 +40,11 @@ def open_hub_model(
     """
     from halfserve.export.sources.hugging_face import open_hugging_face  # noqa: PLC0415  (transformers, an extra)
 
+    nowhere = "" if argument.startswith(SCHEME) else f"there is no file or folder {argument}, and as a model of the hub: "
     try:
         progress(f"asking the hub for {name}")
         model = find_model(name, revision)
+        nowhere = ""
         if options.trust_remote_code:
             raise UsageError(
                 "--trust-remote-code is for a folder on this disk, whose code you can read before it runs: hf download "
@@ -53,8 +55,7 @@ def open_hub_model(
         progress(f"fetching {len(small) + len(weights)} files of {model.pinned}, {size / 2**20:.0f} MiB")
         folder = fetch_files(model, small, weights)
     except HubError as error:
-        asked = "" if argument.startswith(SCHEME) else f"there is no file or folder {argument}, and as a model of the hub: "
-        raise ExportError(f"{asked}{error}") from error
+        raise ExportError(f"{nowhere}{error}") from error
     progress("reading the model")
     source = open_hugging_face(folder, options)
     return replace(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import logging
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,7 +110,8 @@ def fetch_files(model: HubModel, *groups: Sequence[str]) -> Path:
         HubError: They cannot be read, or not be written.
     """
     hub = _library(model.name)
-    with _told(hub, model.name, model.revision):
+    with _told(hub, model.name, model.revision), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of too little space, which the error says
         for paths in groups:
             patterns = [glob.escape(path) for path in paths]
             folder = hub.snapshot_download(
@@ -126,7 +128,8 @@ def folder_for_results(name: str, key: str) -> Path:
     """
     hub = _library(name)
     with _told(hub, name, key):
-        return Path(hub.cached_assets_path("halfserve", namespace=name, subfolder=key))
+        root = hub.constants.HF_ASSETS_CACHE
+        return Path(hub.cached_assets_path("halfserve", namespace=name, subfolder=key, assets_dir=root))
 
 
 def _library(model: str) -> ModuleType:
@@ -144,7 +147,7 @@ def _library(model: str) -> ModuleType:
     return huggingface_hub
 
 
-def _is_away(hub: Any, error: Exception) -> bool:
+def _is_away(hub: Any, error: Any) -> bool:
     """Return whether an error says that the hub cannot be asked, and nothing about the model."""
     if isinstance(error, hub.errors.HfHubHTTPError):
         return bool(error.response.status_code >= 500 or error.response.status_code == 429)
@@ -171,7 +174,7 @@ def _cached(hub: Any, name: str, revision: str, error: Exception) -> HubModel:
     )
 
 
-def _away(hub: Any, error: Exception) -> str:
+def _away(hub: Any, error: Any) -> str:
     if isinstance(error, hub.errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE forbids requests to the hub"
     if isinstance(error, hub.errors.HfHubHTTPError):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ from halfserve.serve.hub_models import place_of
 from halfserve.serve.storage.repository_copy import RepositoryCopy
 from halfserve.serve.storage.storage_options import ObjectStorage
 from tests.export.hugging_face_folders import sentence_folder, text_folder
-from tests.hub_server import HubServer, hub_server
+from tests.hub_server import Fault, HubServer, hub_server
+from tests.serve.running_server import WAIT_S
 
 MODEL = onnx.parser.parse_model('<ir_version: 8, opset_import: ["": 17]> g (float[n,2] x) => (float[n,2] y) { y = Neg(x) }')
 URL = "hf://tests/encoder"
@@ -49,13 +51,13 @@ def serving(folder: Path, *arguments: str, **environment: str) -> Iterator[tuple
             yield json.loads(line), log
         finally:
             server.send_signal(signal.SIGTERM)
-            server.wait(60)
+            server.wait(WAIT_S)
 
 
 def embedding(ready: dict[str, Any]) -> Any:
     body = json.dumps({"inputs": "the train leaves at seven"}).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{ready['http_port']}/embed", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310  (of this test's server)
+    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:  # noqa: S310  (of this test's server)
         return json.load(answer)
 
 
@@ -75,6 +77,29 @@ def test_one_command_exports_a_commit_once_and_serves_its_text_endpoint(hub: Hub
         assert f"main is commit {commit} as this machine's cache has it" in log.read_text()
         assert f"{URL}@{commit}: serves commit {commit}" in log.read_text()  # the worker's own words
         assert "once for this commit" not in log.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="children are listed in /proc")
+def test_a_server_that_is_stopped_while_it_exports_leaves_no_process(hub: HubServer, tmp_path: Path) -> None:
+    hub.push("tests/encoder", sentence_folder(tmp_path / "encoder", "mean_tokens"))
+    fetching, stopped = threading.Event(), threading.Event()
+
+    def fault(_method: str, path: str) -> Fault | None:
+        if path.endswith("model.safetensors"):
+            fetching.set()
+            stopped.wait(WAIT_S)
+        return None
+
+    hub.fault = fault
+    with subprocess.Popen([sys.executable, "-m", "halfserve", "serve", URL], stderr=subprocess.PIPE, text=True) as server:
+        assert fetching.wait(WAIT_S)
+        (child,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        server.terminate()
+        assert server.wait(WAIT_S) == 128 + signal.SIGTERM
+        assert not Path(f"/proc/{child}").exists()
+        stopped.set()
+    assert not list((tmp_path / "cache" / "assets").rglob("model.onnx"))
 
 
 @pytest.mark.long

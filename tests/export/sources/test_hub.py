@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -167,10 +168,23 @@ def own_code(folder: Path) -> None:
     (folder / "modeling.py").write_text("raise SystemExit('it ran')")
 
 
+class RunsCode:
+    """An object whose pickle raises when it is read."""
+
+    def __reduce__(self) -> tuple[Callable[[int], None], tuple[int]]:
+        return sys.exit, (0,)
+
+
+def code_in_a_pickle(folder: Path) -> None:
+    as_pickles(folder)
+    torch.save({"weight": RunsCode()}, folder / "pytorch_model.bin")
+
+
 UNUSABLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "other frameworks": (only("config.json", "tf_model.h5"), "expected model.safetensors .*, in config.json, tf_model.h5"),
     "ONNX alone": (only("onnx/model.onnx"), "has no config.json, .*halfserve convert FOLDER/onnx/model.onnx --repository"),
     "half of the shards": (one_shard, "or all shards of one of them, in .*model-00001-of-00002.safetensors"),
+    "code in a pickle": (code_in_a_pickle, "pytorch_model.bin"),
     "own code": (own_code, "brings code of its own .AutoModel., which is not run"),
 }
 
