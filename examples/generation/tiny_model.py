@@ -37,7 +37,8 @@ def save_tiny_model(folder: Path, *, numbers: int = 100, endless: bool = False, 
     end = words.index(END)
     successors[-1] = len(SPECIAL) if endless else end
     ov.save_model(_model(successors), folder / "openvino_model.xml", compress_to_fp16=False)
-    tokenizer, detokenizer = convert_tokenizer(_tokenizer(words), with_detokenizer=True)
+    converted: Any = convert_tokenizer(_tokenizer(words), with_detokenizer=True)
+    tokenizer, detokenizer = converted
     ov.save_model(tokenizer, folder / "openvino_tokenizer.xml")
     ov.save_model(detokenizer, folder / "openvino_detokenizer.xml")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": len(words), "eos_token_id": end}))
@@ -52,7 +53,7 @@ def _tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)  # type: ignore[no-untyped-call]
 
 
-def _model(successors: Any) -> ov.Model:
+def _model(successors: Any) -> Any:
     """`successors`: the number of the word that follows each word."""
     names = ("input_ids", "attention_mask", "position_ids")
     ids, mask, positions = parameters = [_parameter(name, [-1, -1], np.int64) for name in names]
@@ -92,7 +93,7 @@ def _model(successors: Any) -> ov.Model:
     follows[:, successors] = embedding.T
     logits = ops.matmul(hidden, ops.constant(follows), False, False)
     logits.output(0).set_names({"logits"})
-    return ov.Model([ops.result(logits)], caches, [*parameters, beams])
+    return ov.Model([ops.result(logits)], caches, [*parameters, beams])  # pyright: ignore[reportGeneralTypeIssues]  (its stubs)
 
 
 def _parameter(name: str, shape: list[int], dtype: type) -> Any:

@@ -32,6 +32,7 @@ from halfserve.serve.benchmark.load_target import RequestSettings
 from halfserve.serve.benchmark.measurement import Goal, Measurement
 from halfserve.serve.benchmark.request_inputs import parse_parameters, parse_shapes
 from halfserve.serve.benchmark.tables import ProgressBar, tables
+from halfserve.serve.benchmark.text_target import TextEndpoint, grpc_address, parse_endpoint
 from halfserve.serve.client.channel_settings import CLUSTER
 from halfserve.serve.client.cli.connection_options import ADDRESS, AsJson, Credentials
 from halfserve.serve.client.cli.display import PipedConsole, printable
@@ -121,6 +122,10 @@ class BenchArguments:
     parameter: Annotated[list[str] | None, _requests(help="NAME=VALUE of every request, such as priority=1.")] = None
     inputs: Annotated[list[str] | None, _requests("--input", help="NAME=FILE.npy with rows to send, or JSON.")] = None
     data: Annotated[str, _requests(help="Other inputs: random, zeros, FILE.npz, or a FOLDER of captured requests.")] = "random"
+    endpoint: Annotated[
+        str | None, _requests(help="REST path to send texts to: /embed, /v1/embeddings, ..., or http://HOST:PORT/embed.")
+    ] = None
+    texts: Annotated[Path | None, _requests(help="File with a text in each line for --endpoint; else made-up ones.")] = None
     streaming: Annotated[bool, _requests("--streaming", help="Over ModelStreamInfer.")] = False
     shared_memory: Annotated[
         Literal["none", "system", "cuda"],
@@ -149,8 +154,10 @@ class BenchArguments:
         most = default_processes()
         processes = self.processes or min(most, self.connections or most)
         goal = None if self.max_latency_ms is None else Goal(percent=self.percentile, max_ms=self.max_latency_ms)
+        endpoint = self._endpoint(models)
         campaign = Campaign(
-            address=self.address,
+            address=self.address if endpoint is None else grpc_address(endpoint, self.address, default=ADDRESS),
+            endpoint=endpoint,
             models=models,
             against=[_against(text, self.address) for text in self.against or []],
             loads=self._loads(captured),
@@ -187,6 +194,27 @@ class BenchArguments:
         )
         _check(campaign)
         return campaign
+
+    def _endpoint(self, models: Sequence[str]) -> TextEndpoint | None:
+        if self.endpoint is None:
+            if self.texts is not None:
+                raise BenchmarkArgumentError("--texts are for a REST path; expected --endpoint too, such as /embed")
+            return None
+        others = {
+            "--against": self.against,
+            "--input": self.inputs,
+            "--shape": self.shape,
+            "--parameter": self.parameter,
+            "--data": self.data != "random",
+            "--streaming": self.streaming,
+            "--replay": self.replay,
+            "--shared-memory": self.shared_memory != "none",
+            "cluster://": self.address.startswith(CLUSTER),
+            "all models but one": len(models) > 1,
+        }
+        if wrong := [option for option, value in others.items() if value]:
+            raise BenchmarkArgumentError(f"--endpoint sends texts to one model of one server; leave {', '.join(wrong)} out")
+        return parse_endpoint(self.endpoint, self.address, self.texts)
 
     def _captured(self, models: Sequence[str]) -> CapturedTraffic | None:
         """Return the requests of --data FOLDER; None where it is no folder."""
@@ -244,6 +272,8 @@ def bench(
     Example: halfserve bench digits --rate 500 --max-latency-ms 5
 
     Example: halfserve bench digits --against digits_fp32
+
+    Example: halfserve bench encoder --endpoint /v1/embeddings --batch-size 1,16 --texts sentences.txt
 
     Example: halfserve bench digits --data captured --replay 1 --against digits/2
     """

@@ -13,7 +13,7 @@ bench.json holds one object:
 - "levels": one per load, in the order measured:
     - "concurrency": requests in flight, or "rate": requests per second; the other is null. "speed": of a replay of captured
       arrivals, 1 for as they were captured; else null. "batch_size": rows per request, the mean of captured ones
-    - "requests": successful requests; "errors": failed ones; "errors_by_status": {gRPC status: count};
+    - "requests": successful requests; "errors": failed ones; "errors_by_status": {gRPC status, or "HTTP 429": count};
       "error_messages": the first message of each status
     - "seconds", "requests_per_second", "rows_per_second"
     - "goodput_per_second": requests answered within the given latency limit, null without one

@@ -15,6 +15,7 @@ from halfserve.serve.benchmark.load.spec import INTERRUPTED
 from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
 from halfserve.serve.benchmark.measurement import Goal, Measurement, measure, search
 from halfserve.serve.benchmark.tables import ProgressBar
+from halfserve.serve.benchmark.text_target import TextEndpoint, TextTarget
 from halfserve.serve.client.errors import ClientError
 
 MAX_DEFAULT_PROCESSES = 8
@@ -31,6 +32,7 @@ class Campaign:
     loads: Sequence[Load]  # loads to measure in order; for a search, its lowest and highest load
     how: Measurement  # settings of each measurement
     options: RequestSettings  # contents and transport of the requests
+    endpoint: TextEndpoint | None = None  # REST endpoint for texts to load in place of the models' inference calls
     batch_sizes: Sequence[int] = (1,)  # rows per request; every load is measured with each
     # (address, model, version) of each load target to compare with; the version "" is the server's choice
     against: Sequence[tuple[str, str, str]] = ()
@@ -61,7 +63,7 @@ def _swept(campaign: Campaign, progress: ProgressBar) -> tuple[BenchmarkReport, 
     try:
         for batch_size in campaign.batch_sizes:
             options = replace(campaign.options, batch_size=batch_size)
-            with LoadTarget(campaign.address, campaign.models, options) as target:
+            with _target(campaign, options) as target:
                 if report is None:
                     report = _report(campaign, target)
                     progress.begin(f"measuring {report.model}", total)
@@ -82,7 +84,13 @@ def _swept(campaign: Campaign, progress: ProgressBar) -> tuple[BenchmarkReport, 
     return replace(report, levels=levels), ended
 
 
-def _levels(campaign: Campaign, target: LoadTarget, progress: ProgressBar) -> Iterator[Level]:
+def _target(campaign: Campaign, options: RequestSettings) -> LoadTarget | TextTarget:
+    if campaign.endpoint is None:
+        return LoadTarget(campaign.address, campaign.models, options)
+    return TextTarget(campaign.address, campaign.models, options, campaign.endpoint)
+
+
+def _levels(campaign: Campaign, target: LoadTarget | TextTarget, progress: ProgressBar) -> Iterator[Level]:
     def measured(load: Load) -> Level:
         return measure(target.bench, load, campaign.how, lambda tally: progress.window(load, tally))
 
@@ -147,13 +155,13 @@ def _names(places: Sequence[tuple[str, Sequence[str], str]]) -> list[str]:
     return [name if plain.count(name) == 1 else f"{name} ({plain[: i + 1].count(name)})" for i, name in enumerate(plain)]
 
 
-def _report(campaign: Campaign, target: LoadTarget) -> BenchmarkReport:
+def _report(campaign: Campaign, target: LoadTarget | TextTarget) -> BenchmarkReport:
     return BenchmarkReport(
         model="+".join(campaign.models),
         version="+".join(target.versions[model] for model in campaign.models),
-        address=campaign.address,
+        address=campaign.address if campaign.endpoint is None else campaign.endpoint.url + campaign.endpoint.path,
         provider=target.provider,
-        captured=target.captured,
+        captured=target.captured if isinstance(target, LoadTarget) else None,
         command=campaign.command,
         notes=target.notes,
         goal=campaign.goal,

@@ -320,7 +320,7 @@ class LoadTarget:
             port=port,
             path=method_path(method),
             streaming=self._options.streaming,
-            tls=None if self._options.tls is None else _files(self._options.tls),
+            tls=None if self._options.tls is None else tls_paths(self._options.tls),
             headers=tuple((name.lower(), value) for name, value in self._options.metadata.items())
             + (() if token is None else bearer(token)),
             others=tuple(others),
@@ -338,7 +338,9 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _files(tls: Tls) -> TlsPaths:
+def tls_paths(tls: Tls) -> TlsPaths:
+    """Return the files of a client's TLS settings, for load processes, which import no gRPC."""
+
     def text(path: Path | str | None) -> str | None:
         return None if path is None else str(path)
 

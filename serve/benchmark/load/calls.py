@@ -6,13 +6,13 @@ import itertools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote
 
 from ngh2 import DataReceived, ResponseReceived, StreamClosed, StreamReset, TrailersReceived
 
-from halfserve.serve.benchmark.load.http2_connection import ConnectionLostError, Http2Connection
+from halfserve.serve.benchmark.load.http2_connection import ConnectionLostError, Http2Connection, SocketConnection
 from halfserve.serve.benchmark.load.spec import LoadEndpoint, LoadSpec
 
 PREFIX_BYTES = 5  # prefix of a gRPC message: a compression flag, then the length in four bytes, big-endian
@@ -88,7 +88,7 @@ def framed(message: bytes) -> bytes:
 class ConnectionCalls(ABC):
     """The calls of one connection."""
 
-    def __init__(self, connection: Http2Connection, headers: Headers) -> None:
+    def __init__(self, connection: SocketConnection, headers: Headers) -> None:
         self.connection = connection
         self.in_flight: dict[int, InFlightRequest] = {}  # requests in flight by stream, the oldest first
         self._headers = headers
@@ -101,7 +101,7 @@ class ConnectionCalls(ABC):
 
     @abstractmethod
     def start(self, call: InFlightRequest, message: bytes) -> None:
-        """Send a request; `message` has its gRPC prefix."""
+        """Send a request; `message` has its gRPC prefix, or is the body of an HTTP request."""
 
     @abstractmethod
     def receive(self) -> list[InFlightRequest]:
@@ -125,6 +125,8 @@ class ConnectionCalls(ABC):
 
 class UnaryCalls(ConnectionCalls):
     """Makes one call per request."""
+
+    connection: Http2Connection
 
     @property
     def room(self) -> int:
@@ -165,6 +167,8 @@ class UnaryCalls(ConnectionCalls):
 
 class StreamingCalls(ConnectionCalls):
     """Keeps calls open, each with one request in flight; a call whose request was answered takes the next one."""
+
+    connection: Http2Connection
 
     def __init__(self, connection: Http2Connection, headers: Headers) -> None:
         super().__init__(connection, headers)
@@ -275,11 +279,22 @@ def _timeout(seconds: float) -> bytes:
     return b"%dS" % min(round(seconds), 99_999_999)
 
 
+Connect = Callable[[LoadEndpoint, float | None], ConnectionCalls]
+
+
+def grpc_calls(target: LoadEndpoint, timeout_s: float | None) -> ConnectionCalls:
+    """Open a connection for gRPC. Raises ConnectionLostError: the server does not answer, or does not speak HTTP/2."""
+    connection = Http2Connection(target, timeout_s=RECONNECT_TIMEOUT_S)
+    return (StreamingCalls if target.streaming else UnaryCalls)(connection, call_headers(target, timeout_s))
+
+
 class ConnectionPool:
     """Connections to one server, or to all members of a cluster; opened when needed and replaced when lost."""
 
-    def __init__(self, target: LoadEndpoint, spec: LoadSpec) -> None:
+    def __init__(self, target: LoadEndpoint, spec: LoadSpec, connect: Connect) -> None:
+        """`connect`: opens a connection to a member; it raises ConnectionLostError."""
         targets = target.each
+        self._open_calls = connect
         first = spec.share[0] % len(targets)  # processes with one connection each then load different members
         self._targets = itertools.cycle(targets[first:] + targets[:first])
         self._target_count = len(targets)
@@ -353,7 +368,7 @@ class ConnectionPool:
     def _connect(self) -> bool:
         target = next(self._targets)
         try:
-            connection = Http2Connection(target, timeout_s=RECONNECT_TIMEOUT_S)
+            calls = self._open_calls(target, self._timeout_s)
         except ConnectionLostError as error:
             self.trouble = str(error)
             now_s = time.monotonic()
@@ -363,7 +378,6 @@ class ConnectionPool:
                 self._alone_since_s = self._alone_since_s or now_s
                 self.given_up = now_s - self._alone_since_s > GIVE_UP_S
             return False
-        kind = StreamingCalls if target.streaming else UnaryCalls
-        self._links.append(kind(connection, call_headers(target, self._timeout_s)))
+        self._links.append(calls)
         self._alone_since_s = None
         return True

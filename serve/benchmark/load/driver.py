@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from halfserve.serve.benchmark.load.calls import OK, ConnectionCalls, ConnectionPool, InFlightRequest, framed
+from halfserve.serve.benchmark.load.calls import OK, ConnectionCalls, ConnectionPool, InFlightRequest, framed, grpc_calls
+from halfserve.serve.benchmark.load.http1 import rest_calls
 from halfserve.serve.benchmark.load.http2_connection import ConnectionLostError
 from halfserve.serve.benchmark.load.spec import LatencyHistogram, LoadEndpoint, LoadSpec, LoadStatistics
 
@@ -195,9 +196,10 @@ class Driver:
 
     def __init__(self, target: LoadEndpoint, requests: Sequence[bytes], models: Sequence[int], spec: LoadSpec) -> None:
         self._spec = spec
-        self._source = in_turn(list(zip([framed(request) for request in requests], models, strict=True)), spec)
+        messages = requests if target.is_rest else [framed(request) for request in requests]
+        self._source = in_turn(list(zip(messages, models, strict=True)), spec)
         self._model_count = max(models) + 1
-        self._links = ConnectionPool(target, spec)
+        self._links = ConnectionPool(target, spec, rest_calls if target.is_rest else grpc_calls)
         self._backlog: deque[int] = deque()  # intended times of requests that wait for a connection
         self._timeout_ns = round(spec.timeout_s * NANOSECONDS)
         self._pacer: ClosedLoop | OpenLoop

@@ -1,6 +1,6 @@
-"""One HTTP/2 connection to the server: a non-blocking socket, optional TLS, and libnghttp2.
+"""Connections to the server: a non-blocking socket with optional TLS, and HTTP/2 on it by libnghttp2.
 
-The connection is driven by a loop of its own (serve/benchmark/load/driver.py) rather than by asyncio, whose timers are a
+Connections are driven by a loop of their own (serve/benchmark/load/driver.py) rather than by asyncio, whose timers are a
 millisecond coarse: requests of an open loop have to leave on time.
 """
 
@@ -10,6 +10,8 @@ import contextlib
 import socket
 import ssl
 import time
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from ngh2 import Configuration, Connection, ConnectionClosed, Event, GoAwayReceived, Role, SettingsReceived
 from ngh2.exceptions import NGH2Error
@@ -27,8 +29,8 @@ WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLW
 DEFAULT_STREAMS = 2**31 - 1  # for a server that sets no limit
 
 
-def encrypted(plain: socket.socket, host: str, files: TlsPaths) -> ssl.SSLSocket:
-    """Do the TLS handshake with ALPN for HTTP/2 on a connected socket with a timeout, which is closed if that fails.
+def encrypted(plain: socket.socket, host: str, files: TlsPaths, protocol: str) -> ssl.SSLSocket:
+    """Do the TLS handshake with ALPN for a protocol on a connected socket with a timeout, which is closed if that fails.
 
     Raises OSError: the server's certificate is not trusted, a file cannot be read, or the server does not support TLS.
     """
@@ -36,7 +38,7 @@ def encrypted(plain: socket.socket, host: str, files: TlsPaths) -> ssl.SSLSocket
         context = ssl.create_default_context(cafile=files.authorities)
         if files.certificate is not None:
             context.load_cert_chain(files.certificate, files.key)
-        context.set_alpn_protocols(["h2"])
+        context.set_alpn_protocols([protocol])
         return context.wrap_socket(plain, server_hostname=files.server_name or host)
     except BaseException:
         plain.close()
@@ -47,31 +49,40 @@ class ConnectionLostError(Exception):
     """The connection was lost or could not be opened; the text gives the reason."""
 
 
-class Http2Connection:
-    """A connection after the HTTP/2 handshake; `timeout_s` limits connecting and waiting for the server's settings.
-    Raises ConnectionLostError: the server does not answer, or does not speak HTTP/2.
+class SocketConnection(ABC):
+    """A socket to the server, with TLS where the target says so; non-blocking once the subclass has greeted the server.
+    Raises ConnectionLostError: the server does not answer.
     """
 
-    def __init__(self, target: LoadEndpoint, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    protocol: ClassVar[str]  # name of the protocol in ALPN
+
+    def __init__(self, target: LoadEndpoint, timeout_s: float) -> None:
         self.usable = True  # whether it takes new calls
         self.unsent_bytes = 0  # unsent bytes of messages; calls add to it between two flushes
         self._unsent = memoryview(b"")
-        self.http2 = Connection(Role.CLIENT, Configuration(peer_max_concurrent_streams=DEFAULT_STREAMS))
         try:
             plain = socket.create_connection((target.host, target.port), timeout=timeout_s)
-            self._socket = plain if target.tls is None else encrypted(plain, target.host, target.tls)
+            self._socket = plain if target.tls is None else encrypted(plain, target.host, target.tls, self.protocol)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             raise ConnectionLostError(_reason(error)) from None
-        try:
-            self._greet(time.monotonic() + timeout_s)
-        except BaseException:
-            self.close()
-            raise
 
     @property
+    @abstractmethod
     def max_streams(self) -> int:
         """Calls that the server allows in flight on this connection."""
-        return self.http2.remote_settings.get(MAX_CONCURRENT_STREAMS, DEFAULT_STREAMS)
+
+    @abstractmethod
+    def cancel(self, stream: int) -> None:
+        """Tell the server that the answer to a request is no longer awaited."""
+
+    @abstractmethod
+    def _more(self) -> bytes:
+        """Return the next bytes to write; empty if there are none."""
+
+    @abstractmethod
+    def _held_back_bytes(self) -> int:
+        """Bytes of messages that `_more` has not returned yet."""
 
     @property
     def wants_write(self) -> bool:
@@ -86,16 +97,65 @@ class Http2Connection:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def receive(self) -> list[Event]:
-        """Read the received data. Raises ConnectionLostError: the server has closed the connection or broken the protocol."""
+    def received(self) -> bytes | None:
+        """Read received data; None if there is none. Raises ConnectionLostError: the server has closed the connection."""
         try:
             data = self._socket.recv(READ_BYTES)
         except WOULD_BLOCK:
-            return []
+            return None
         except OSError as error:
             raise ConnectionLostError(_reason(error)) from None
         if not data:
             raise ConnectionLostError("the server closed the connection")
+        return data
+
+    def flush(self) -> None:
+        """Write as much as the socket takes. Raises ConnectionLostError: the connection is lost."""
+        try:
+            while self._unsent or self._take_more():
+                sent = self._socket.send(self._unsent)
+                self._unsent = self._unsent[sent:]
+            self.unsent_bytes = self._held_back_bytes()
+        except WOULD_BLOCK:
+            self.unsent_bytes = self._held_back_bytes()
+        except (OSError, NGH2Error) as error:
+            raise ConnectionLostError(_reason(error)) from None
+
+    def close(self) -> None:
+        self.usable = False
+        self._socket.close()
+
+    def _take_more(self) -> bool:
+        self._unsent = memoryview(self._more())
+        return bool(self._unsent)
+
+
+class Http2Connection(SocketConnection):
+    """A connection after the HTTP/2 handshake; `timeout_s` limits connecting and waiting for the server's settings.
+    Raises ConnectionLostError: the server does not answer, or does not speak HTTP/2.
+    """
+
+    protocol = "h2"
+
+    def __init__(self, target: LoadEndpoint, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        self.http2 = Connection(Role.CLIENT, Configuration(peer_max_concurrent_streams=DEFAULT_STREAMS))
+        super().__init__(target, timeout_s)
+        try:
+            self._greet(time.monotonic() + timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def max_streams(self) -> int:
+        """Calls that the server allows in flight on this connection."""
+        return self.http2.remote_settings.get(MAX_CONCURRENT_STREAMS, DEFAULT_STREAMS)
+
+    def receive(self) -> list[Event]:
+        """Read the received data. Raises ConnectionLostError: the server has closed the connection or broken the protocol."""
+        data = self.received()
+        if data is None:
+            return []
         try:
             self.http2.receive_data(data)
             events = self.http2.events()
@@ -108,32 +168,17 @@ class Http2Connection:
         if isinstance(event, GoAwayReceived | ConnectionClosed):
             self.usable = False
 
-    def flush(self) -> None:
-        """Write as much as the socket takes. Raises ConnectionLostError: the connection is lost."""
-        try:
-            while self._unsent or self._more():
-                sent = self._socket.send(self._unsent)
-                self._unsent = self._unsent[sent:]
-            self.unsent_bytes = self.http2.queued_body_size()  # held back by the server's flow control
-        except WOULD_BLOCK:
-            self.unsent_bytes = self.http2.queued_body_size()
-        except (OSError, NGH2Error) as error:
-            raise ConnectionLostError(_reason(error)) from None
-
     def cancel(self, stream: int) -> None:
         with contextlib.suppress(NGH2Error):
             self.http2.reset_stream(stream, CANCEL)
 
-    def close(self) -> None:
-        self.usable = False
-        self._socket.close()
+    def _more(self) -> bytes:
+        return self.http2.data_to_send(WRITE_BYTES)
 
-    def _more(self) -> bool:
-        self._unsent = memoryview(self.http2.data_to_send(WRITE_BYTES))
-        return bool(self._unsent)
+    def _held_back_bytes(self) -> int:
+        return self.http2.queued_body_size()  # held back by the server's flow control
 
     def _greet(self, until_s: float) -> None:
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         settings = {ENABLE_PUSH: 0, INITIAL_WINDOW_SIZE: STREAM_WINDOW_BYTES, MAX_FRAME_SIZE: FRAME_BYTES}
         self.http2.initiate_connection(settings)
         self.http2.set_local_window_size(CONNECTION_WINDOW_BYTES)

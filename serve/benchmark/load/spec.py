@@ -104,8 +104,9 @@ class TlsPaths:
 @dataclass(frozen=True, kw_only=True)
 class LoadEndpoint:
     host: str  # host name or address of the server
-    port: int  # gRPC port of the server
-    path: str  # method path of the RPC
+    port: int  # port of the server
+    path: str  # method path of the RPC, or path of the REST route
+    is_rest: bool = False  # whether requests are bodies to POST over HTTP/1.1 instead of gRPC messages
     streaming: bool = False  # whether one call of the RPC carries many messages
     tls: TlsPaths | None = None  # PEM files for an encrypted connection; None for no encryption
     headers: tuple[tuple[str, str], ...] = ()  # metadata of every call, with lower-case names
