@@ -13,6 +13,7 @@ from halfserve.serve.log_handler import LineFormat
 from halfserve.serve.observability.observe_options import AccessLog, ObserveOptions, TraceLevel
 
 _observing = partial(typer.Option, rich_help_panel="Observing")
+_capturing = partial(typer.Option, rich_help_panel="Capturing requests")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +52,13 @@ class Observing:
         int, _observing(min=0, help="Traces in one file before the next: FILE.0, FILE.1, and so on; 0 puts all in FILE.")
     ] = ObserveOptions.trace_log_frequency
     capture: Annotated[
-        Path | None, _observing(help="Folder for the tensors of some requests, for replay and proofs.", show_default=False)
+        Path | None, _capturing(help="Folder for the tensors of some requests, for replay and proofs.", show_default=False)
     ] = ObserveOptions.capture
     capture_share: Annotated[
-        float, _observing(min=0, max=1, help="Share of requests to capture, unless a model's halfserve.capture says another.")
+        float, _capturing(min=0, max=1, help="Share of requests to capture, unless a model's halfserve.capture says another.")
     ] = ObserveOptions.capture_share
     capture_max_mib: Annotated[
-        int, _observing(min=64, help="Size of the captured requests on the disk, in MiB; the oldest are deleted.")
+        int, _capturing(min=64, help="Size of the captured requests on the disk, in MiB; the oldest are deleted.")
     ] = ObserveOptions.capture_max_mib
 
     def observe(self, process: int | None) -> ObserveOptions:
