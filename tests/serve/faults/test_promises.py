@@ -42,8 +42,10 @@ TELLERS = {
     "serve/fleet/launch/ray_failures.py",
     "serve/http/page.py",
     "serve/observability/access_log.py",
+    "serve/observability/capture.py",
     "serve/observability/tracing.py",
     "serve/startup_report.py",
+    "serve/tuning/tuning_report.py",
     "serve/storage/file_cache.py",  # which copies were used last, across restarts: a clock that jumps removes others first
     "serve/security/token_command.py",  # `halfserve token --expires 90d`
     # Tokens expire at a time of day: a clock that jumps expires them early or late, until it is right again.

@@ -222,11 +222,11 @@ def test_a_model_that_cannot_be_served_is_the_servers_line(repository: Path, cap
     assert "max_batch_sise" in error
 
 
-def test_free_sizes_ask_for_shapes_and_leave_the_server_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_free_sizes_are_chosen_as_in_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_masked_mean(tmp_path / "texts" / "mean")
     with controlled_server(tmp_path / "texts", ControlMode.EXPLICIT, load_at_start=("mean",)) as server:
-        assert tune("mean", "--address", server.address, *EASY) == 2
-        assert "choose with --shape tokens:N" in capsys.readouterr().err
+        assert tune("mean", "--address", server.address, *EASY, *QUICK) == 0
+        assert "the model takes any size, and bench took: --shape tokens:128 --shape mask:128" in capsys.readouterr().err
 
 
 def test_a_server_that_loads_nothing_by_request_says_so(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
