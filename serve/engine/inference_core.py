@@ -57,6 +57,7 @@ class DemandLoader(Protocol):
 
     def brings(self, name: str) -> bool:
         """Return whether a request for a model that is not served would load it now, or wait for its load."""
+        ...
 
     def join(self, name: str, time_left_s: float | None, arrived: Arrived) -> Cancel | None:
         """Begin the load of a model that is not served, or wait for it; see `InferenceCore.demand`."""

@@ -61,9 +61,11 @@ class TunedMachine(Protocol):
     @property
     def spent_s(self) -> float:
         """Seconds that all measurements have taken so far, with the loads of settings."""
+        ...
 
     def measure(self, choice: Choice, load: Load, seconds: float, number: int) -> TuningPoint:
         """Measure; `number` tells repeated measurements apart. Raises RefusedSettingsError."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
