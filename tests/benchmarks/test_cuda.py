@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import struct
 import re
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
