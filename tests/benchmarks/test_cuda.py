@@ -99,6 +99,7 @@ def test_the_steps_end_with_their_verdicts(tmp_path: Path) -> None:
     )
     assert late.returncode == 1
     assert re.fullmatch(r"doctor, \d+ s \(exit status 124\): no time was left", late.stdout.splitlines()[-1])
+    assert (tmp_path / "doctor.txt").read_text() == "no time was left\n", "the step did not begin"
     without = subprocess.run([script], capture_output=True, text=True, timeout=500, check=False)
     assert (without.returncode, without.stderr.count("\n")) == (2, 1)
 
