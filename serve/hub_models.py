@@ -40,10 +40,12 @@ def place_of(storage: ObjectStorage) -> tuple[Path | ObjectStorage, str]:
     which `halfserve export` converts in a process of its own, once for a commit; or one ONNX file. Other URLs stay as they are.
 
     Raises:
-        ModelLoadError: the hub has no such model, or it cannot be exported.
+        ModelLoadError: the URL names no model, the hub has no such model, or it cannot be exported.
     """
     named = model_name(storage.url) if storage.url.startswith(SCHEME) else None
     if named is None:
+        if storage.url.startswith(SCHEME) and "/" not in storage.url.removeprefix(SCHEME).strip("/"):
+            raise ModelLoadError(f"{storage.url}: names no model of the hub; expected {SCHEME}ORG/NAME[@REVISION]")
         return storage, storage.url
     try:
         return _place(storage, *named)

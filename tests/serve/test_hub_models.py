@@ -162,6 +162,11 @@ def test_what_is_no_model_is_one_line(hub: HubServer, tmp_path: Path) -> None:
         place_of(storage)
 
 
+def test_a_name_without_its_organization_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"^hf://bert: names no model of the hub; expected hf://ORG/NAME\[@REVISION\]$"):
+        place_of(ObjectStorage(url="hf://bert", folder=tmp_path))
+
+
 @pytest.mark.parametrize("url", ["hf://tests/encoder/onnx/model.onnx", "hf://datasets/tests", "s3://bucket/models"])
 def test_other_urls_are_left_to_object_storage(url: str, tmp_path: Path) -> None:
     storage = ObjectStorage(url=url, folder=tmp_path)
