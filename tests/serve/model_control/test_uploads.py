@@ -135,6 +135,7 @@ def test_an_upload_that_is_given_up_is_in_no_ones_way(
     assert ask(client, "new")
     assert [line[:3] for line in lines(server)] == [("new", "1", "READY")]
     assert len(list(temporary.iterdir())) == 1
+
     # The threads that were given up have ended; as many as load at once may stay.
     def own_loaders() -> int:
         return sum(thread.name == "loader" for thread in set(threading.enumerate()) - others)
