@@ -32,7 +32,7 @@ UNLOADED: Final = "unloaded"
 NOT_LOADED: Final = "not loaded; RepositoryModelLoad loads it"
 ON_DEMAND: Final = "available on demand: the next request loads it"
 STOPPING: Final = "the server is shutting down; send the request to another replica"
-Cancel = Callable[[], None]
+Cancel = Callable[[], object]
 Arrived = Callable[[InferenceError | None], None]  # gets None once the model serves, or the reason why it does not
 
 
