@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ Begin = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 class _Failed(NamedTuple):
     reason: str  # for clients
     pause_s: float  # between the failure and the next try
-    next_s: float  # time of the next try, on time.monotonic()'s clock
+    next_s: float  # time of the next try, on the event loop's clock
 
 
 class _Wait(NamedTuple):
@@ -84,7 +83,7 @@ class LoadOnDemand:
         self._waited += 1
         left_s = WAIT_S if time_left_s is None else max(0.0, time_left_s)
         too_late = partial(self._too_late, name, waiting, arrived, has_deadline=time_left_s is not None)
-        waiting[arrived] = _Wait(time.monotonic(), asyncio.get_running_loop().call_later(left_s, too_late))
+        waiting[arrived] = _Wait(_now(), asyncio.get_running_loop().call_later(left_s, too_late))
         return partial(self._leave, waiting, arrived)
 
     def close(self) -> None:
@@ -113,7 +112,7 @@ class LoadOnDemand:
         """Pause before the next try: each time for longer, unless the reason is `is_passing`, such as a lack of room."""
         before = self._failed.get(name)
         pause_s = FIRST_PAUSE_S if before is None or is_passing else min(2 * before.pause_s, LONGEST_PAUSE_S)
-        self._failed[name] = _Failed(reason, pause_s, time.monotonic() + pause_s)
+        self._failed[name] = _Failed(reason, pause_s, _now() + pause_s)
         self._failures += 1
         said = "%s: a request's load failed, and is tried again in %g s at the earliest: %s"
         logger.warning(said, name, pause_s, reason, extra={"model": name})
@@ -122,7 +121,7 @@ class LoadOnDemand:
     def _pause_s(self, name: str) -> float:
         """Return the seconds until a model may be loaded, after a load that failed."""
         failed = self._failed.get(name)
-        return 0.0 if failed is None else max(0.0, failed.next_s - time.monotonic())
+        return 0.0 if failed is None else max(0.0, failed.next_s - _now())
 
     def _failure(self, name: str) -> InferenceError:
         left_s, reason = self._pause_s(name), self._failed[name].reason
@@ -147,7 +146,7 @@ class LoadOnDemand:
         if wait is None:
             return False
         wait.timer.cancel()
-        self._waited_s += time.monotonic() - wait.since_s
+        self._waited_s += _now() - wait.since_s
         return True
 
     def _too_late(self, name: str, waiting: _Waiting, arrived: Arrived, *, has_deadline: bool) -> None:
@@ -159,3 +158,7 @@ class LoadOnDemand:
             late = UnavailableError(f"{text} after {WAIT_S:g} s; send the request again", retry_after_s=CROWDED_S)
         self._leave(waiting, arrived)
         arrived(late)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
