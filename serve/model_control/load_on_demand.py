@@ -50,7 +50,6 @@ class LoadOnDemand:
         self._is_closed = False
         self._loads = self._failures = self._waited = 0
         self._waited_s = 0.0
-        core.on_demand = self
         core.on_change(self._resume_served)
         figures = core.figures
         figures.counter("halfserve_demand_loads_total", "Loads that requests began", lambda: self._loads)

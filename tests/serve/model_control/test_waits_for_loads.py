@@ -24,7 +24,7 @@ class Loads:
         self.core.loadable = frozenset({"m"})
         self.ends: list[asyncio.Future[None]] = []
         self.told: list[tuple[str, str | None]] = []  # request, and its error
-        self.demand = LoadOnDemand(self.core, self._load, lambda work: asyncio.get_running_loop().create_task(work))
+        self.core.on_demand = LoadOnDemand(self.core, self._load, lambda work: asyncio.get_running_loop().create_task(work))
 
     async def _load(self, _: str) -> None:
         self.ends.append(asyncio.get_running_loop().create_future())
