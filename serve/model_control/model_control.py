@@ -263,6 +263,8 @@ class ModelControl:
         self._steps_in_use.update(steps)
         try:
             # The steps are loaded outside the ensemble's lock: nested locks could deadlock.
+            async with self._lock(name):
+                pass  # an unload request for a step, which takes out the ensemble first, has now taken out the step too
             refused_steps = await self._load_steps(steps)
             async with self._lock(name):
                 if files:
