@@ -41,7 +41,7 @@ HIDDEN = 4096  # values per row within a model, whose weights take 1 MiB
 SAMPLE_S = 0.2
 TIMEOUT_S = 60.0
 SPARE_S = 0.002  # the log has times in whole milliseconds
-LOADED, UNLOADED = re.compile(r"loaded and tried out"), re.compile(r": unloaded")
+LOADED = re.compile(r"loaded and tried out")
 LOADED_BYTES = re.compile(rb"^halfserve_loaded_model_bytes (\S+)$", re.MULTILINE)
 PERCENTILES = (50, 99, 100)
 
@@ -114,34 +114,25 @@ async def in_turns(traffic: Traffic, servers: Mapping[str, Results], count: int,
 
 
 @dataclass(frozen=True)
-class Changes:
-    """The loads and unloads in a server's log."""
+class Loads:
+    """The loads in a server's log: their times by model."""
 
-    loads: dict[str, list[float]]  # times of the loads of each model
-    unloads: int
-    most: int  # most models that were loaded at a time
+    times: dict[str, list[float]]
 
     @classmethod
-    def read(cls, log: str) -> Changes:
+    def read(cls, log: str) -> Loads:
         """Parse a log of JSON lines."""
-        loads: dict[str, list[float]] = {}
-        unloads, loaded, most = 0, set[str](), 0
+        times: dict[str, list[float]] = {}
         for line in log.splitlines():
             entry = json.loads(line) if line.startswith("{") else {}
-            model, message = entry.get("model", ""), entry.get("message", "")
-            if LOADED.search(message):
-                loads.setdefault(model, []).append(datetime.fromisoformat(entry["time"]).timestamp())
-                loaded.add(model)
-                most = max(most, len(loaded))
-            elif UNLOADED.search(message):
-                unloads += 1
-                loaded.discard(model)
-        return cls(loads, unloads, most)
+            if LOADED.search(entry.get("message", "")):
+                times.setdefault(entry["model"], []).append(datetime.fromisoformat(entry["time"]).timestamp())
+        return cls(times)
 
     def waited(self, asked: Asked) -> bool:
         """Return whether a request waited for a load of its model."""
         began_s, ended_s = asked.began_s - SPARE_S, asked.began_s + asked.took_s + SPARE_S
-        return any(began_s <= loaded_s <= ended_s for loaded_s in self.loads.get(asked.model, ()))
+        return any(began_s <= loaded_s <= ended_s for loaded_s in self.times.get(asked.model, ()))
 
 
 @dataclass
@@ -211,11 +202,11 @@ def main(
         ):
             servers, turns = {server.address: demand, other.address: whole}, max(1, round(seconds / window_s))
             asyncio.run(in_turns(traffic, servers, clients, turns, window_s))
-            changes = Changes.read(server.log_text())
-    _print(demand, whole, changes)
+            loads = Loads.read(server.log_text())
+    _print(demand, whole, loads)
     peak_mib = max(memory.loaded, default=math.inf) / 2**20
-    print(f"{sum(map(len, changes.loads.values()))} loads, {changes.unloads} unloads, at most {changes.most} models at a time")
-    print(f"peak of loaded models {peak_mib:.1f} MiB of {bound_mib:.0f} MiB; resident {memory.resident_mib:.0f} MB, ", end="")
+    print(f"{sum(map(len, loads.times.values()))} loads; peak of loaded models {peak_mib:.1f} MiB of {bound_mib:.0f} MiB")
+    print(f"resident {memory.resident_mib:.0f} MB, ", end="")
     print(f"with all loaded {whole_memory.resident_mib:.0f} MB")
     for error, times in (demand.errors + whole.errors).most_common():
         print(f"{times} x {error}")
@@ -223,9 +214,9 @@ def main(
         raise SystemExit(1)
 
 
-def _print(demand: Results, whole: Results, changes: Changes) -> None:
-    waited = [asked for asked in demand.answered if changes.waited(asked)]
-    loaded = [asked for asked in demand.answered if not changes.waited(asked)]
+def _print(demand: Results, whole: Results, loads: Loads) -> None:
+    waited = [asked for asked in demand.answered if loads.waited(asked)]
+    loaded = [asked for asked in demand.answered if not loads.waited(asked)]
     table = Table(
         Column("requests", no_wrap=True),
         "answered",

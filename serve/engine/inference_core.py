@@ -32,7 +32,7 @@ UNLOADED: Final = "unloaded"
 NOT_LOADED: Final = "not loaded; RepositoryModelLoad loads it"
 ON_DEMAND: Final = "available on demand: the next request loads it"
 STOPPING: Final = "the server is shutting down; send the request to another replica"
-Cancel = Callable[[], None]
+Cancel = Callable[[], object]
 Arrived = Callable[[InferenceError | None], None]  # gets None once the model serves, or the reason why it does not
 
 
@@ -266,7 +266,12 @@ class InferenceCore:
         for name in self._models.keys() | self.states.names():
             known = self.states.of(name)
             served = {str(number) for number in self._models.get(name, {})}
-            statuses += [status for version, status in known.items() if version not in served]
+            rests = self.on_demand is not None and name in self.loadable
+            statuses += [
+                replace(status, reason=ON_DEMAND) if rests and status.reason == UNLOADED else status
+                for version, status in known.items()
+                if version not in served
+            ]
             for number, model in self._models.get(name, {}).items():
                 version, fault = str(number), model.fault
                 reason = fault or (known[version].reason if version in known else "")
@@ -442,8 +447,7 @@ class InferenceCore:
             self._leaving.pop(model, None)
             status = self.states.of(model.name).get(version)
             if status is not None and status.state is VersionState.UNLOADING:
-                reason = ON_DEMAND if self.on_demand is not None and model.name in self.loadable else UNLOADED
-                self.states.set(model.name, version, VersionState.UNAVAILABLE, reason)
+                self.states.set(model.name, version, VersionState.UNAVAILABLE, UNLOADED)
                 self.notify()
 
         task.add_done_callback(left)

@@ -197,7 +197,7 @@ class Model:
         composition: steps and models of an ensemble, which has no backends; set like `scheduler`.
         holders: models whose requests in progress may need this one; it is not drained before they release it.
         size_bytes: memory that its copies take at least; 0 where that is unknown.
-        loaded_ns: time at which it was loaded, on time.monotonic_ns()'s clock.
+        loaded_ns: time at which it was started, after its trial, on time.monotonic_ns()'s clock.
     """
 
     name: str
@@ -226,7 +226,7 @@ class Model:
         self.composition: Composition | None = None
         self.holders: list[Holder] = []
         self.size_bytes = 0
-        self.loaded_ns = time.monotonic_ns()
+        self.loaded_ns = 0
         self._decoupled: bool = self.config.model_transaction_policy.decoupled
 
     def start(self) -> Model:
@@ -254,6 +254,7 @@ class Model:
         ]
         self.batcher = self.batchers[0]
         self.scheduler: Scheduler = self.batcher
+        self.loaded_ns = time.monotonic_ns()
         return self
 
     def share_loop(self, occupancy: LoopOccupancy) -> None:

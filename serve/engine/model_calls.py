@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from halfserve.protos.request_parameters import PRIORITY
 from halfserve.protos.triton_errors import TritonPhrase
@@ -15,17 +15,17 @@ from halfserve.serve.engine.errors import (
     DeadlineExceededError,
     InferenceError,
     InvalidArgumentError,
+    NotFoundError,
     RequestCancelledError,
+    UnavailableError,
     UnsupportedError,
     worded,
 )
-from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.inference_core import Cancel, InferenceCore
 from halfserve.serve.engine.model import Model, missing_inputs, unfit_shape
 from halfserve.serve.engine.requests import NO_PARAMETERS, CallingExecution, InferRequest, Parameter
 from halfserve.serve.engine.tensors import Array, Tensors
 from halfserve.serve.engine.whole_requests import left_error
-
-WITHDRAWN: Final = "the call was cancelled by the model that made it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class RunningCall:
         self._listener = listener
         self._model: Model | None = None
         self._request: InferRequest | None = None  # set once it is queued
-        self._end_wait: Callable[[], None] | None = None  # while it waits for the load of its model
+        self._end_wait: Cancel | None = None  # while it waits for the load of its model
         self._timer: asyncio.TimerHandle | None = None
         self._is_over = False
 
@@ -87,14 +87,10 @@ class RunningCall:
 
     def withdraw(self) -> None:
         """Ask the called model to end its work. Its responses still come; one that cannot be asked is cancelled."""
-        if self._request is None:
-            if self._end_wait is not None:
-                self.end(RequestCancelledError(WITHDRAWN))
-            return
-        if self._request.progress is not None:
+        if self._request is not None and self._request.progress is not None:
             self._request.progress.withdraw()
-        else:
-            self.end(RequestCancelledError(WITHDRAWN))
+        elif self._request is not None or self._end_wait is not None:
+            self.end(RequestCancelledError("the call was cancelled by the model that made it"))
 
     def queued(self, model: Model, request: InferRequest) -> None:
         """Note the queued request whose answer the call waits for."""
@@ -107,16 +103,7 @@ class RunningCall:
         if request.deadline is not None:
             self._timer = self._loop.call_later(max(0.0, request.deadline - time.monotonic()), self._too_late)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether its answer is not wanted any more."""
-        return self._is_over
-
-    def loaded(self) -> None:
-        """Note that the model that it waited for serves."""
-        self._end_wait = None
-
-    def waits(self, end_wait: Callable[[], None]) -> None:
+    def waits(self, end_wait: Cancel) -> None:
         """Note that it waits for the load of its model, which `end_wait` ends."""
         self._end_wait = end_wait
         if self._caller is not None:
@@ -128,8 +115,9 @@ class RunningCall:
         self._close()
         self._listener.done(model, result)
 
-    def end(self, error: InferenceError) -> None:
-        model = self._model
+    def end(self, error: InferenceError, model: Model | None = None) -> None:
+        """Take an error in place of the answer. `model`: the called model, if the request is not queued."""
+        model = self._model or model
         self._drop()
         self._listener.done(model, error)
 
@@ -179,37 +167,38 @@ class ModelCalls:
         try:
             if call.caller is not None and call.caller.is_left:
                 raise left_error(call.caller)
-            if self._waits(call, listener, running):
+            try:
+                with worded(TritonPhrase.CALLED_MODEL_NOT_READY, model=call.model):
+                    model = found = self.core.model(call.model, call.version)
+            except (NotFoundError, UnavailableError):
+                if not self._waits(call, listener, running):
+                    raise
                 return
-            with worded(TritonPhrase.CALLED_MODEL_NOT_READY, model=call.model):
-                model = found = self.core.model(call.model, call.version)
             request = _request(call, found)
             if call.many:
                 request.respond = lambda outputs, final, read: listener.respond(found, outputs, final=final, read=read)
             request.done = running.done
             self.core.submit(found, request)
         except InferenceError as error:
-            listener.done(model, error)
+            running.end(error, model)
         else:
             running.queued(found, request)
 
     def _waits(self, call: ModelCall, listener: CallListener, running: RunningCall) -> bool:
         """Return whether a call waits until its model is loaded, and begins then."""
-        if not self.core.loads_on_demand or self.core.served(call.model):
-            return False
+        deadline = None if call.caller is None else _deadline(call.caller)
+        time_left_s = None if deadline is None else deadline - time.monotonic()
 
         def arrived(error: InferenceError | None) -> None:
-            if error is not None:
-                running.end(error)
-            elif not running.is_over:
-                running.loaded()
+            if error is None:
                 self._begin(call, listener, running)
+            else:
+                running.end(error)
 
-        deadline = None if call.caller is None else _deadline(call.caller)
-        cancel = self.core.demand(call.model, None if deadline is None else deadline - time.monotonic(), arrived)
-        if cancel is not None:
-            running.waits(cancel)
-        return cancel is not None
+        end_wait = self.core.demand(call.model, time_left_s, arrived)
+        if end_wait is not None:
+            running.waits(end_wait)
+        return end_wait is not None
 
 
 @runtime_checkable

@@ -33,7 +33,7 @@ from halfserve.serve.model_control.copies import ModelCopies
 from halfserve.serve.model_control.load_on_demand import LoadOnDemand
 from halfserve.serve.model_control.loader_thread import LoaderThread
 from halfserve.serve.model_control.loader_threads import LoaderThreads
-from halfserve.serve.model_control.model_room import ModelRoom
+from halfserve.serve.model_control.model_room import ModelRoom, NoRoomError
 from halfserve.serve.model_control.switch import Switch
 from halfserve.serve.model_control.uploads import UploadedModels, check_name
 from halfserve.serve.model_control.version_loading import VersionLoader
@@ -79,16 +79,14 @@ class ModelControl:
         self._loaded_as_steps: set[str] = set()  # models loaded for ensembles, and not by a request of their own
         self._refused_ensembles: set[str] = set()  # retried when another model has come, in the mode POLL
         if options.on_demand:
-            room = ModelRoom(
+            self._switch.room = ModelRoom(
                 core,
                 self._unload_idle,
                 keeps=self._keeps,
-                is_changing=lambda name: name in self._locks and self._lock(name).locked(),
-                is_awaited=lambda: demand.waiting > 0,
+                is_changing=self._locks.__contains__,  # a task has the lock, or waits for it
                 most_bytes=options.max_loaded_bytes,
             )
-            demand = LoadOnDemand(core, lambda name: self._load_on_demand(name, room), self._task)
-            self._switch.room = room
+            core.on_demand = LoadOnDemand(core, lambda name: self._load(name, None, {}), self._task)
         core.control = self
 
     async def start(self) -> None:
@@ -246,16 +244,6 @@ class ModelControl:
                 loading.cancel()
             raise
 
-    async def _load_on_demand(self, name: str, room: ModelRoom) -> None:
-        """Load a model for requests; a lack of room is UNAVAILABLE, and no fault of the model."""
-        refusals = room.refusals
-        try:
-            await self._load(name, None, {})
-        except FailedPreconditionError as error:
-            if room.refusals != refusals:
-                raise UnavailableError(str(error)) from None
-            raise
-
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         if self._copies is None or files:
             await self._load_local(name, config, files)
@@ -275,6 +263,8 @@ class ModelControl:
         self._steps_in_use.update(steps)
         try:
             # The steps are loaded outside the ensemble's lock: nested locks could deadlock.
+            async with self._lock(name):
+                pass  # an unload request for a step, which takes out the ensemble first, has now taken out the step too
             refused_steps = await self._load_steps(steps)
             async with self._lock(name):
                 if files:
@@ -307,6 +297,7 @@ class ModelControl:
                     continue
                 refused = await self._switch.bring_in(self._repository, step)
                 reasons += self._switch.reasons(self._repository, step, refused)
+                _require_room(refused, reasons)
                 if not refused:
                     self._loaded_as_steps.add(step)
         return reasons
@@ -341,6 +332,7 @@ class ModelControl:
         refused = await self._switch.bring_in(repository, name, declared)
         if refused:
             reasons = [*refused_steps, *self._switch.reasons(repository, name, refused)]
+            _require_room(refused, reasons)
             text = f"model {name!r} was refused: {'; '.join(reasons)}"
             is_polled = len(await self._threads.run(repository.having, name)) == 1
             raise FailedPreconditionError(text).like(
@@ -370,9 +362,9 @@ class ModelControl:
         """Return whether a model has what only a load request brought, or is a step of an ensemble that is being loaded."""
         return self._steps_in_use[name] > 0 or self._overrides.get(name) is not None or self._uploads.has(name)
 
-    async def _unload_idle(self, name: str, why: str) -> None:
+    async def _unload_idle(self, name: str, why: str, level: int) -> None:
         async with self._lock(name):  # which is free, so that the model is still idle
-            await self._switch.take_out(name, why)
+            await self._switch.take_out(name, why, level)
             self._loaded_as_steps.discard(name)
 
     def _ensembles_on_demand(self, step: str) -> list[str]:
@@ -450,6 +442,11 @@ def _copied_at_start(options: ControlOptions) -> dict[str, None] | None:
     """Return the models to copy from object storage; None stands for all."""
     everything = not options.loads_some or ALL in options.load_at_start
     return None if everything else dict.fromkeys(options.load_at_start)
+
+
+def _require_room(refused: list[ModelLoadError], reasons: list[str]) -> None:
+    if any(isinstance(error, NoRoomError) for error in refused):
+        raise UnavailableError("; ".join(reasons))
 
 
 def _is_pinned(repository: ModelRepository, name: str) -> bool:

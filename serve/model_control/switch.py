@@ -19,7 +19,7 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionState
 from halfserve.serve.engine.repository.model_loading import models_below
 from halfserve.serve.engine.repository.model_repository import ModelFiles, ModelRepository
-from halfserve.serve.model_control.load_memory import LoadMemory, MakeRoom, needed_bytes
+from halfserve.serve.model_control.load_memory import LoadMemory, needed_bytes
 from halfserve.serve.model_control.loader_threads import LoaderThreads
 from halfserve.serve.model_control.model_room import ModelRoom
 from halfserve.serve.model_control.version_loading import VersionLoader
@@ -83,13 +83,15 @@ class Switch:
         texts = tuple(_for_clients(str(error), repository) for error in refused)
         return list(dict.fromkeys(s.reason for s in self._core.states.of(name).values() if s.reason.endswith(texts)))
 
-    async def take_out(self, name: str, why: str = "") -> None:
-        """Stop serving a model; returns once its accepted requests are answered. `why`: the reason, for the log."""
+    async def take_out(self, name: str, why: str = "", level: int | None = None) -> None:
+        """Stop serving a model; returns once its accepted requests are answered. The log gets the reason `why` at `level`."""
         for version in self._served(name):
             self._fingerprints.pop((name, version), None)
         leaving = self._core.replace(name, [])
         if leaving:
-            logger.log(self.log_level, "%s: unloaded%s", name, why and f" {why}", extra={"model": name})
+            logger.log(
+                self.log_level if level is None else level, "%s: unloaded%s", name, why and f" {why}", extra={"model": name}
+            )
             _, computing = await asyncio.wait(leaving, timeout=LEAVE_S)
             if computing:
                 said = "%s: still computes what it had taken %g s ago; its memory is freed once it ends"
@@ -103,12 +105,10 @@ class Switch:
         reason = RELOADING if files.version in self._served(name) else ""
         self._core.states.set(name, files.version, VersionState.LOADING, reason)
         self._core.notify()
-        room = nullcontext() if self.room is None else self.room.coming(name, files.version)
         try:
-            with room:
-                model = await self._made(files)
-                if isinstance(model.composition, EnsembleComposition):
-                    model.composition.connect(self._core)
+            model = await self._made(files)
+            if isinstance(model.composition, EnsembleComposition):
+                model.composition.connect(self._core)
         except ModelLoadError as error:
             self._refuse(repository, name, [files.version], error)
             return error
@@ -148,18 +148,17 @@ class Switch:
         copies = 0 if is_ensemble(message) else sum(max(1, group.count) for group in message.instance_group) or 1
         try:
             needed = await self._run(needed_bytes, files.model, copies) if copies else 0
-            make_room: MakeRoom | None = None
-            if self.room is not None and needed:
-                await self.room.take(files.model, files.name, files.version, needed)
-                make_room = partial(self.room.free, files.name, counted=False)
-            async with self._memory.claimed(files.model, needed, make_room):
-                loaded = await self._run(self._loader.loaded, files)
-            # The code of a Python model may load others while it is tried out, which then have their trials.
-            is_free = loaded.interface.kind in {PYTHON, ENSEMBLE}
-            async with nullcontext() if is_free else self._trial:
-                ready = await self._run(self._loader.ready, loaded)
-            ready.size_bytes = needed
-            return ready
+            room = self.room if needed else None
+            make_room = None if room is None else partial(room.free, files.name, counted=False)
+            async with nullcontext() if room is None else room.taken(files, needed):
+                async with self._memory.claimed(files.model, needed, make_room):
+                    loaded = await self._run(self._loader.loaded, files)
+                # The code of a Python model may load others while it is tried out, which then have their trials.
+                is_free = loaded.interface.kind in {PYTHON, ENSEMBLE}
+                async with nullcontext() if is_free else self._trial:
+                    ready = await self._run(self._loader.ready, loaded)
+                ready.size_bytes = needed
+                return ready
         except TimeoutError:
             raise ModelLoadError(
                 f"{files.model}: was not loaded and tried out within {self._load_limit_s:g} s (--load-seconds), and is given up"

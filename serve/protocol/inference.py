@@ -133,9 +133,9 @@ class Inference:
             cached, request_id, inputs, parameters = self._decoded(data)
         except InferenceError as error:
             if self._core.loads_on_demand and isinstance(error, (NotFoundError, UnavailableError)):
-                awaiting = _AwaitedModel(self, sent, time_left_s, reply, many)
-                if awaiting.begin(self._core):
-                    return awaiting.cancel
+                cancel = self._after_load(sent, time_left_s, reply, many)
+                if cancel is not None:
+                    return cancel
             self._core.figures.refuse(error)
             raise
         turn = cached.turn
@@ -167,6 +167,47 @@ class Inference:
         record.submit(self._core, queued)
         return record.cancel
 
+    def _after_load(
+        self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, many: ManyReplies | None
+    ) -> Cancel | None:
+        """Queue a request once its model is loaded; returns what cancels it, or None if no request loads the model.
+
+        Raises:
+            InferenceError: the request is refused.
+        """
+        deadline = None if time_left_s is None else _deadline(time_left_s)
+        end: Callable[[], object] | None = None  # ends the wait, or the request after it
+
+        def cancel() -> None:
+            nonlocal end
+            ending, end = end, None  # breaks a reference cycle
+            if ending is not None:
+                ending()
+
+        def arrived(error: InferenceError | None) -> None:
+            nonlocal end
+            end = None
+            if error is not None:
+                self._core.figures.refuse(error)
+                reply(error)
+                return
+            try:
+                end = self.infer(data, None if deadline is None else deadline - time.monotonic(), reply, many=many)
+            except InferenceError as refusal:
+                reply(refusal)
+            except Exception as fault:
+                logger.exception("a request that waited for its model failed")
+                reply(BackendError(f"the server failed on this request: {type(fault).__name__}"))
+
+        try:
+            request = parse_request(bytes(data))
+            times = [time_s for time_s in (time_left_s, queue_timeout_s(request)) if time_s is not None]
+            end = self._core.demand(request.model_name, min(times, default=None), arrived)
+        except InferenceError as error:
+            self._core.figures.refuse(error)
+            raise
+        return None if end is None else cancel
+
     def _capture(self, record: InferenceRecord, sent: bytes | memoryview, cached: CachedRequest) -> None:
         """Keep the request as its client sent it, unless the client has refused that."""
         capture = self.observer.capture
@@ -176,10 +217,6 @@ class Inference:
         if cached.input_slices is not None:
             copied = self.memory.copies(cached.input_slices) if cached.shared_bytes <= MAX_COPIED_BYTES else None
         capture.begin(record, sent, copied)
-
-    def refuse(self, error: InferenceError) -> None:
-        """Count a request that has ended before it was queued."""
-        self._core.figures.refuse(error)
 
     def failed(self, data: bytes, error: Exception) -> None:
         """Log a request that has ended with an error."""
@@ -281,66 +318,6 @@ class Inference:
                 return OutOfMemoryError()
             logger.exception("the answer of %s does not fit its interface", name, extra={"model": name})
             return BackendError(f"model {name!r} answered what its interface does not declare: {type(error).__name__}")
-
-
-class _AwaitedModel:
-    """A request that waits until its model is loaded, and is then decoded again."""
-
-    __slots__ = ("_cancel", "_data", "_deadline_s", "_inference", "_many", "_reply")
-
-    def __init__(
-        self,
-        inference: Inference,
-        data: bytes | memoryview,
-        time_left_s: float | None,
-        reply: Reply,
-        many: ManyReplies | None,
-    ) -> None:
-        self._inference = inference
-        self._data = data
-        self._deadline_s = None if time_left_s is None else _deadline(time_left_s)
-        self._reply = reply
-        self._many = many
-        self._cancel: Cancel | None = None
-
-    def begin(self, core: InferenceCore) -> bool:
-        """Wait for the model; returns whether a request loads it.
-
-        Raises:
-            InferenceError: the request is refused.
-        """
-        try:
-            request = parse_request(bytes(self._data))
-            times = [time_s for time_s in (self._left_s(), queue_timeout_s(request)) if time_s is not None]
-            self._cancel = core.demand(request.model_name, min(times, default=None), self._arrived)
-        except InferenceError as error:
-            self._inference.refuse(error)
-            raise
-        return self._cancel is not None
-
-    def cancel(self) -> None:
-        """End the wait, or cancel the request after it."""
-        cancel, self._cancel = self._cancel, None  # breaks a reference cycle
-        self._reply = _discard
-        if cancel is not None:
-            cancel()
-
-    def _left_s(self) -> float | None:
-        return None if self._deadline_s is None else self._deadline_s - time.monotonic()
-
-    def _arrived(self, error: InferenceError | None) -> None:
-        self._cancel, reply = None, self._reply
-        if error is not None:
-            self._inference.refuse(error)
-            reply(error)
-            return
-        try:
-            self._cancel = self._inference.infer(self._data, self._left_s(), reply, many=self._many)
-        except InferenceError as refusal:
-            reply(refusal)
-        except Exception as fault:
-            logger.exception("a request that waited for its model failed")
-            reply(BackendError(f"the server failed on this request: {type(fault).__name__}"))
 
 
 class _PendingInference(InferenceRecord):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from tritonclient.utils import InferenceServerException
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.onnx_backend import OnnxRuntime, OnnxRuntimeBackend
 from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
+from halfserve.serve.engine.inference_core import ON_DEMAND
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.model_control import load_memory
 from halfserve.serve.model_control.control_options import ControlMode
@@ -30,6 +32,7 @@ from tests.serve.running_server import WAIT_S, RunningServer
 from tests.serve.test_sequences import step
 
 NAMES = ("a", "b", "c")
+NOT_WARM = 'parameters { key: "halfserve.warm_up" value { string_value: "off" } }'  # no batch is known to be short
 
 
 class HeldCompute(OnnxRuntime):
@@ -86,7 +89,7 @@ def served(server: RunningServer) -> list[str]:
 
 
 def test_what_was_used_longest_ago_makes_room(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with bounded(repository, 2.5) as (server, client), caplog.at_level("INFO"):
+    with bounded(repository, 2.5) as (server, client), caplog.at_level("DEBUG", "halfserve.serve.model_control"):
         expected = ask(client, "a")
         for name, left in (("b", ["a", "b"]), ("a", ["a", "b"]), ("c", ["a", "c"]), ("b", ["b", "c"])):
             assert ask(client, name) == expected
@@ -94,13 +97,14 @@ def test_what_was_used_longest_ago_makes_room(repository: Path, caplog: pytest.L
         assert ("a", "1", *RESTS) in lines(server)
         assert figure(server, "loaded_model_bytes") == 2 * size(repository)
         assert (figure(server, "models_unloaded_for_room_total"), figure(server, "demand_loads_total")) == (2, 4)
-        assert "b: unloaded to make room for c, as it was used longest ago" in caplog.messages
+        levels = {record.getMessage().split(" in ")[0]: record.levelname for record in caplog.records}
+        assert levels["b: unloaded to make room for c"] == "DEBUG"  # a load writes one line
+        assert levels["c/1: loaded and tried out"] == "INFO"
 
 
 def test_a_model_with_requests_stays_and_the_load_waits_for_it(repository: Path) -> None:
     runtime = HeldCompute("a")
-    not_warm = 'parameters { key: "halfserve.warm_up" value { string_value: "off" } }'  # no batch is known to be short
-    (repository / "a" / "config.pbtxt").write_text(not_warm)
+    (repository / "a" / "config.pbtxt").write_text(NOT_WARM)
     with bounded(repository, 1.5, runtime=runtime) as (server, client), ThreadPoolExecutor(2) as pool:
         expected = ask(client, "a")
         runtime.holds.set()
@@ -151,10 +155,9 @@ def test_a_model_that_cannot_fit_is_refused_and_unloads_nothing(repository: Path
     (repository / "large" / "1" / "model.onnx").write_bytes(b"x" * 3 * size(repository))
     pin(repository / "b")
     with bounded(repository, 1.5) as (server, client):
-        code, text = refusal(client, "large")
-        assert (code, "all models together may take" in text, "raise --max-loaded-mib" in text) == ("UNAVAILABLE", True, True)
-        code, text = refusal(client, "a")
-        assert (code, "the pinned models leave" in text, "pin fewer" in text) == ("UNAVAILABLE", True, True)
+        for name in ("large", "a"):
+            code, text = refusal(client, name)
+            assert (code, "pinned models leave" in text, "raise --max-loaded-mib" in text) == ("UNAVAILABLE", True, True)
         assert served(server) == ["b"]
         assert figure(server, "models_unloaded_for_room_total") == 0
 
@@ -175,6 +178,36 @@ def test_steps_stay_as_long_as_their_ensemble_which_goes_first(tmp_path: Path) -
         client.infer("chain", [x])
 
 
+def test_an_unload_request_for_a_step_fails_no_load_of_its_ensemble(tmp_path: Path) -> None:
+    for name, number in (("one", 1), ("ten", 10)):
+        save_add(tmp_path / name, number)
+    with (tmp_path / "ten" / "config.pbtxt").open("a") as config:
+        config.write(NOT_WARM)
+    save_ensemble(tmp_path / "chain", CHAIN)
+    runtime = HeldCompute("ten")
+    x = triton.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.zeros((1, 4), np.float32))
+    with (
+        controlled_server(tmp_path, ControlMode.EXPLICIT, on_demand=True, runtime=runtime) as server,
+        triton.InferenceServerClient(server.address) as client,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        client.infer("chain", [x])
+        runtime.holds.set()
+        before = pool.submit(client.infer, "chain", [x])
+        try:
+            assert runtime.entered.wait(WAIT_S)
+            unload = pool.submit(client.unload_model, "one")
+            server.until(lambda: not server.core.served("chain"))  # it leaves first, once its request is answered
+            after = pool.submit(client.infer, "chain", [x])
+            server.until(lambda: server.core.figures.readings["halfserve_demand_waiting_requests"].read() == 1)
+            control: Any = server.core.control
+            server.until(lambda: control._steps_in_use["one"] > 0)
+        finally:
+            runtime.release.set()
+        assert [one.result(WAIT_S).as_numpy("out").tolist() for one in (before, after)] == [[[11] * 4]] * 2
+        unload.result(WAIT_S)
+
+
 def test_memory_that_is_short_unloads_models_too(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with bounded(repository) as (server, client):
         one = size(repository)
@@ -190,6 +223,10 @@ def test_models_without_requests_are_unloaded_and_come_again(repository: Path, c
         expected = ask(client, "a")
         server.until(lambda: not server.core.served("a"))
         assert ask(client, "a") == expected
+        server.until(lambda: any(one.version == "1" and one.reason == ON_DEMAND for one in server.core.index()))
+        shutil.rmtree(repository / "a")
+        server.run(server.core.refresh())
+        assert ("a", "1", "UNAVAILABLE", "unloaded") in lines(server)
         assert "c" in served(server)
         assert "a: unloaded after 0.2 s without a request" in caplog.messages
         assert figure(server, "models_unloaded_idle_total") >= 1
