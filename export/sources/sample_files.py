@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from halfserve.export.captured_samples import captured_arrays, captured_files
-from halfserve.export.certificate.certificate import SampledTraffic
 from halfserve.export.export_errors import ExportError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.verification.samples import UNNAMED, read_array_file
-from halfserve.protos.captured_traffic import is_capture
+from halfserve.protos.captured_requests import SampledTraffic, is_capture
 
 
 def array_samples(path: Path, count: int) -> Samples:
@@ -28,8 +27,8 @@ def array_samples(path: Path, count: int) -> Samples:
     if not path.is_dir():
         return Samples(inputs=read_arrays(path, count), labels=None)
     arrays, traffic = captured_arrays(path, count)
-    inputs = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
-    return Samples(inputs=inputs, labels=None, note=traffic.text, traffic=traffic)
+    inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return Samples(inputs=inputs, labels=None, traffic=traffic)
 
 
 def read_arrays(path: Path, count: int) -> Tensor | dict[str, Tensor]:
@@ -59,7 +58,8 @@ def read_arrays(path: Path, count: int) -> Tensor | dict[str, Tensor]:
 
 
 def read_sentences(path: Path, count: int) -> tuple[list[str], SampledTraffic | None]:
-    """Return the first lines of a text file, empty ones left out; or the texts of captured requests in a folder.
+    """Return the first lines of a text file, empty ones left out; or the texts of captured requests in a folder,
+    none where they hold tensors.
 
     Raises:
         ExportError: It cannot be read, is not UTF-8, or has no text.

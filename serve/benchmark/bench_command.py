@@ -20,7 +20,7 @@ import typer
 
 from halfserve.files.atomic_files import checked_output
 from halfserve.option_groups import takes_option_groups
-from halfserve.protos.captured_traffic import CapturedTraffic
+from halfserve.protos.captured_requests import CapturedTraffic
 from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
 from halfserve.serve.benchmark.benchmark_report import BenchmarkReport, write_csv, write_json, write_percentiles
 from halfserve.serve.benchmark.campaign import Campaign, carry_out, default_processes

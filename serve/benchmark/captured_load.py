@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
-from halfserve.protos.captured_requests import CapturedRequest, CapturedRequestsError
-from halfserve.protos.captured_traffic import CapturedTraffic, read_traffic, request_bytes
+from halfserve.protos.captured_requests import (
+    CapturedRequest,
+    CapturedRequestsError,
+    CapturedTraffic,
+    SampledTraffic,
+    read_traffic,
+)
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse
 from halfserve.protos.request_parameters import SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START
 from halfserve.serve.benchmark import BenchmarkArgumentError
@@ -18,49 +21,10 @@ from halfserve.serve.client.array_conversion import Array, converted, datatype_n
 from halfserve.serve.client.errors import InvalidRequest
 from halfserve.serve.client.infer_messages import Parameter, infer_request
 
-MAX_REQUESTS = 10_000
+MAX_ROWS = 10_000
 # A sequence is at another step when its requests come again, so each request is sent as one of its own.
 OF_ITS_TIME = frozenset({SEQUENCE_ID, SEQUENCE_START, SEQUENCE_END})
 FLOATS = frozenset({"FP16", "BF16", "FP32", "FP64"})
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CapturedMessages:
-    """Messages for one model that are made of captured requests; the id of each is its position among these."""
-
-    messages: Sequence[ModelInferRequest]
-    rows: float  # mean size of the first dimension
-    misfits: int  # requests that do not fit the model and are left out
-    traffic: CapturedTraffic
-
-    @property
-    def text(self) -> str:
-        traffic, sent = self.traffic, len(self.messages)
-        first, last = traffic.period
-        left_out = [
-            (len(traffic.requests) - sent, "of another signature"),
-            (len(traffic.times_s) - len(traffic.requests), "beyond the limit of memory, spread over the time"),
-            (traffic.refused, "refused when they were captured"),
-        ]
-        reasons = "; ".join(f"{count:,} {reason}" for count, reason in left_out if count)
-        return (
-            f"requests: {sent:,} different ones of {traffic.captured:,} captured of {traffic.model} in {traffic.folder}, "
-            f"{first} to {last}" + (f"; left out: {reasons}" if reasons else "")
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the object of bench.json's "capture"; see serve/benchmark/benchmark_report.py."""
-        traffic = self.traffic
-        return {
-            "folder": str(traffic.folder),
-            "model": traffic.model,
-            "captured": traffic.captured,
-            "sent": len(self.messages),
-            "misfits": self.misfits,
-            "refused": traffic.refused,
-            "first": traffic.period[0],
-            "last": traffic.period[1],
-        }
 
 
 def read_captured(folder: Path, model: str) -> CapturedTraffic:
@@ -68,12 +32,8 @@ def read_captured(folder: Path, model: str) -> CapturedTraffic:
 
     Raises BenchmarkArgumentError: there are none, or a shard cannot be used.
     """
-
-    def share(request: CapturedRequest) -> float:
-        return max(request_bytes(request) / MAX_BYTES, 1 / MAX_REQUESTS)
-
     try:
-        return read_traffic(folder, share, prefer=model)
+        return read_traffic(folder, model, most_rows=MAX_ROWS, most_bytes=MAX_BYTES)
     except CapturedRequestsError as error:
         raise BenchmarkArgumentError(f"--data {error}") from None
 
@@ -85,8 +45,10 @@ def captured_messages(
     *,
     version: str,
     parameters: Mapping[str, Parameter],
-) -> CapturedMessages:
-    """Make the requests that fit the model. Floats of another width are rounded to the model's.
+) -> tuple[list[ModelInferRequest], float, SampledTraffic]:
+    """Make the requests that fit the model; return them, their mean number of rows, and what reports say of them.
+
+    Floats of another width are rounded to the model's. The id of each request is its position among the captured ones.
 
     Args:
         traffic: the captured requests.
@@ -118,15 +80,13 @@ def captured_messages(
             misfit = misfit or str(error)
             continue
         messages.append(message)
-        rows += max((tensor.shape[0] for tensor in message.inputs if tensor.shape), default=1)
+        rows += request.rows
     if not messages:
         raise BenchmarkArgumentError(
             f"--data {traffic.folder}: no captured request fits the model: {misfit}; nothing was sent: "
             "name the --version that they were captured of, or capture others"
         )
-    return CapturedMessages(
-        messages=messages, rows=rows / len(messages), misfits=len(traffic.requests) - len(messages), traffic=traffic
-    )
+    return messages, rows / len(messages), traffic.sampled(len(messages))
 
 
 def _rounded(request: CapturedRequest, metadata: ModelMetadataResponse) -> dict[str, Array]:
@@ -149,8 +109,5 @@ def replay(traffic: CapturedTraffic, speed: float, *, seconds: float | None, req
     times_s = times_s[: requests if seconds is None else int((times_s < seconds).sum())]
     length_s = seconds if seconds is not None and len(times_s) < len(traffic.times_s) else float(times_s[-1])
     if length_s <= 0:
-        raise BenchmarkArgumentError(
-            f"--replay: {traffic.folder} has {len(traffic.times_s)} requests within {traffic.seconds:g} s, expected two at "
-            "different times at least; leave --replay out"
-        )
+        raise BenchmarkArgumentError(f"--replay: {traffic.folder} has no two requests at different times; leave --replay out")
     return Load(rate=len(times_s) / length_s, speed=speed, times_s=times_s)

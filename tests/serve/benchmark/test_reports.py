@@ -109,7 +109,7 @@ def compared() -> BenchmarkReport:
 def test_the_json_says_what_was_measured_where_and_how(tmp_path: Path) -> None:
     write_json(tmp_path / "bench.json", report(level()))
     figures = json.loads((tmp_path / "bench.json").read_text(), parse_constant=pytest.fail)
-    facts = ["model", "version", "address", "provider", "batch_size", "date", "command", "notes", "machine", "capture"]
+    facts = ["model", "version", "address", "provider", "batch_size", "date", "command", "notes", "machine"]
     assert list(figures) == [*facts, "goal", "best", "levels", "comparison", "differences"]
     assert (figures["model"], figures["version"], figures["batch_size"]) == ("mlp", "3", 2)
     assert abs(datetime.fromisoformat(figures["date"]) - datetime.now(UTC)) < timedelta(minutes=5)
