@@ -28,8 +28,9 @@ bench.json holds one object:
   "mean_batch_size", "errors", "rounds": [level]
 - "differences": one object per target after the first: "name"; "requests": number of requests that both were asked once;
   "differing": those whose answers differ; "failed": those that only one side answered; "outputs": [{"output", "max_abs",
-  "scaled": the error over the answer's largest value, "mismatched", "agreement", "differing": answers, "class_changes": rows
-  with another argmax, null without classes}]; "not_compared": outputs that only one side has
+  "scaled": the error over the answer's largest value, "mismatched", "differing": answers, "rows" with classes, "class_changes":
+  those with another argmax, "agreement": the others' share, null without classes}]; "not_compared": outputs that only one side
+  has
 
 Where the server keeps no statistics, or was restarted during a load, its figures are null.
 """

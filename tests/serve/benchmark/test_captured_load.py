@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from halfserve import Client
-from halfserve.serve.benchmark import captured_load
+from halfserve.serve.benchmark import bench_command
 from tests.captured import captured, write_capture
 from tests.models import save_text
 from tests.serve.benchmark.test_bench_command import bench, figures
@@ -115,7 +115,7 @@ def test_a_folder_named_random_does_not_replace_random_inputs(
 def test_what_exceeds_the_memory_is_left_out_of_the_contents_alone(
     server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_load, "MAX_BYTES", 4 * ROW.nbytes)
+    monkeypatch.setattr(bench_command, "MAX_BYTES", 4 * ROW.nbytes)
     folder = write_capture(tmp_path, *[captured({"x": ROW + number}, 0.001 * number) for number in range(40)])
     found = figures(server, capsys, "scores", "--data", str(folder), "--replay", "1")
     assert "3 captured requests of scores" in found["notes"][0]
@@ -141,7 +141,11 @@ def test_what_exceeds_the_memory_is_left_out_of_the_contents_alone(
         (["--replay", "1"], 2, "--replay sends captured requests; expected their folder as --data FOLDER"),
         (["--data", "one", "--shape", "x:3"], 2, "captured requests of one model go as they are; leave --shape out"),
         (["--data", "one", "--replay", "1", "--rate", "1"], 2, "--rate and --replay are kinds of load; expected one of them"),
-        (["--data", "one", "--replay", "1", "--until-stable"], 2, "leave --until-stable and --max-latency-ms out"),
+        (
+            ["--data", "one", "--replay", "1", "--until-stable"],
+            2,
+            "--replay has its own load and length; leave --until-stable out",
+        ),
     ],
 )
 def test_captures_that_cannot_be_sent_are_refused_in_one_line(
