@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from halfserve.protos.captured_requests import CapturedTraffic, SampledTraffic
+from halfserve.protos.captured_requests import CapturedRequest, CapturedTraffic, SampledTraffic
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse
 from halfserve.protos.request_parameters import SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START
 from halfserve.serve.benchmark import BenchmarkArgumentError
@@ -51,7 +51,7 @@ def captured_messages(
         kept = {name: value for name, value in request.parameters.items() if name not in OF_ITS_TIME}
         try:
             message = infer_request(
-                metadata,
+                _taking_files(metadata, request),
                 request.inputs,
                 version=version,
                 request_id=str(position),
@@ -69,6 +69,16 @@ def captured_messages(
             "name the --version that they were captured of, or capture others"
         )
     return messages, rows / len(messages), traffic.sampled(len(messages))
+
+
+def _taking_files(metadata: ModelMetadataResponse, request: CapturedRequest) -> ModelMetadataResponse:
+    """Return metadata of a request with picture files, which a server takes in place of pixels, uint8 [..., 3]."""
+    changed = ModelMetadataResponse()
+    changed.CopyFrom(metadata)
+    for tensor in changed.inputs:
+        if request.datatypes.get(tensor.name) == "BYTES" and tensor.datatype == "UINT8" and tensor.shape[-1:] == [3]:
+            tensor.datatype, tensor.shape[:] = "BYTES", request.inputs[tensor.name].shape
+    return changed
 
 
 def replay(traffic: CapturedTraffic, speed: float, *, seconds: float | None, requests: int | None) -> Load:

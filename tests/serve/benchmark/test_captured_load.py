@@ -16,6 +16,7 @@ from tests.captured import captured, write_capture
 from tests.models import save_text
 from tests.serve.benchmark.test_bench_command import bench, figures
 from tests.serve.conftest import load_repository
+from tests.serve.http.tasks.small_picture_models import encoded, save_picture_model
 from tests.serve.running_server import RunningServer, running_server
 
 GRAPH = "(float[batch, width] x) => (float[batch, width] y) {{ y = {body} }}"
@@ -102,6 +103,15 @@ def test_the_answers_of_two_versions_are_compared(
     assert (output["max_abs"], output["scaled"]) == (pytest.approx(1e38), pytest.approx(2e37))
     (output,) = tenfold["outputs"]
     assert (output["differing"], output["class_changes"], output["mismatched"]) == (4, 0, 2)
+
+
+def test_captured_picture_files_are_sent_to_a_model_that_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_picture_model(tmp_path / "repository")
+    files = np.array([encoded("PNG"), encoded("JPEG")], object)
+    folder = write_capture(tmp_path / "captured", captured({"image": files}), captured({"image": files[:, None]}))
+    with running_server(lambda: load_repository(tmp_path / "repository")) as running:
+        found = figures(running, capsys, "net", "--data", str(folder), "--concurrency", "1", "--requests", "2")
+    assert (found["levels"][0]["requests"], found["levels"][0]["batch_size"]) == (2, 2)
 
 
 def test_a_folder_named_random_does_not_replace_random_inputs(
