@@ -14,7 +14,7 @@ import json
 import math
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -140,36 +140,18 @@ class CapturedTraffic:
         folder: the folder that was read.
         requests: requests within the limits, spread over all usable ones; at least one.
         times_s: float64 [usable], rising: arrival of each usable request, in seconds since 1970.
-        refused: requests that the server had refused as wrong, which are not usable.
-        shards: number of shards.
-        shards_sha256: see `SampledTraffic`.
+        summary: what was read, as if all of `requests` were used.
     """
 
     folder: Path
     requests: Sequence[CapturedRequest]
     times_s: np.ndarray[Any, np.dtype[np.float64]]
-    refused: int
-    shards: int
-    shards_sha256: str
+    summary: SampledTraffic
 
     def sampled(self, used: int, other: str = "that do not fit the model") -> SampledTraffic:
         """Say that `used` of the requests were used; `other` says which ones were not."""
-        left_out = {
-            "beyond the limit, spread over the time": len(self.times_s) - len(self.requests),
-            other: len(self.requests) - used,
-            "that the server refused": self.refused,
-        }
-        first, last = (datetime.fromtimestamp(float(self.times_s[at]), UTC).isoformat(timespec="seconds") for at in (0, -1))
-        return SampledTraffic(
-            model=self.requests[0].model,
-            versions=tuple(sorted({request.version for request in self.requests})),
-            requests=used,
-            left_out={reason: count for reason, count in left_out.items() if count},
-            first_utc=first,
-            last_utc=last,
-            shards=self.shards,
-            shards_sha256=self.shards_sha256,
-        )
+        left_out = {other: len(self.requests) - used, **self.summary.left_out}
+        return replace(self.summary, requests=used, left_out={reason: count for reason, count in left_out.items() if count})
 
 
 def is_capture(path: Path) -> bool:
@@ -210,14 +192,20 @@ def read_traffic(folder: Path, model: str = "", *, most_rows: int, most_bytes: i
         raise CapturedRequestsError(
             f"{folder}: has no requests that the server took, and {refused} that it refused; capture others"
         )
-    return CapturedTraffic(
-        folder=folder,
-        requests=sorted(kept, key=lambda request: request.time_s),
-        times_s=np.sort(np.asarray(times, np.float64)),
-        refused=refused,
+    times_s = np.sort(np.asarray(times, np.float64))
+    first, last = (datetime.fromtimestamp(float(times_s[at]), UTC).isoformat(timespec="seconds") for at in (0, -1))
+    summary = SampledTraffic(
+        model=kept[0].model,
+        versions=tuple(sorted({request.version for request in kept})),
+        requests=len(kept),
+        left_out={"beyond the limit, spread over the time": len(times) - len(kept), "that the server refused": refused},
+        first_utc=first,
+        last_utc=last,
         shards=shards,
         shards_sha256=digest.hexdigest(),
     )
+    requests = sorted(kept, key=lambda request: request.time_s)
+    return CapturedTraffic(folder=folder, requests=requests, times_s=times_s, summary=summary)
 
 
 def _shards(folder: Path, model: str) -> Iterator[tuple[list[CapturedRequest], str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import wave
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,15 +19,15 @@ from halfserve.export.verification.samples import UNNAMED, read_array_file
 from halfserve.protos.captured_requests import SampledTraffic, is_capture
 
 
-def array_samples(path: Path, count: int) -> Samples:
-    """Return samples from an .npz or .npy file (see `read_arrays`), or captured requests of the commonest shape in a folder.
+def array_samples(path: Path, count: int, padding: Mapping[str, int] | None = None) -> Samples:
+    """Return samples from an .npz or .npy file (see `read_arrays`), or captured requests in a folder (see `captured_arrays`).
 
     Raises:
         ExportError: They cannot be read, or are texts or files.
     """
     if not path.is_dir():
         return Samples(inputs=read_arrays(path, count), labels=None)
-    arrays, traffic = captured_arrays(path, count)
+    arrays, traffic = captured_arrays(path, count, padding)
     inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
     return Samples(inputs=inputs, labels=None, traffic=traffic)
 

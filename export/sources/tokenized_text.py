@@ -8,13 +8,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
-from halfserve.export.captured_samples import captured_arrays
 from halfserve.export.export_errors import ExportError
 from halfserve.export.samples import Samples
-from halfserve.export.sources.sample_files import read_sentences
+from halfserve.export.sources.sample_files import array_samples, read_sentences
 from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.to_onnx.capture import one_line
 from halfserve.protos.captured_requests import SampledTraffic
@@ -98,12 +96,11 @@ def text_samples(
     texts, note, traffic = _texts(options)
     if texts or options.samples is None:
         inputs = _tokenized(tokenizer, config, texts, pairs=pairs, is_masked=is_masked)
+        samples = Samples(inputs=inputs, labels=None, note=note, traffic=traffic)
     else:
         names = [name for name in TOKENS if name in tokenizer.model_input_names]
-        arrays, traffic = captured_arrays(options.samples, options.max_samples, padding_values(tokenizer, names))
-        inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    samples = Samples(inputs=inputs, labels=None, note=note, traffic=traffic)
-    return samples, {name: {1: "length"} for name in inputs} if is_masked else {}
+        samples = array_samples(options.samples, options.max_samples, padding_values(tokenizer, names))
+    return samples, {name: {1: "length"} for name in samples.inputs} if is_masked else {}
 
 
 def _tokenized(

@@ -115,9 +115,9 @@ def _compared(campaign: Campaign, progress: ProgressBar) -> tuple[BenchmarkRepor
         ending: Ending = None
         try:
             first, *others = targets
-            most = MAX_REQUESTS if options.captured is None else len(first.plain_requests)
+            asked = first.plain_requests[: MAX_REQUESTS if options.captured is None else None]
             found = [
-                differences(name, first.client, first.plain_requests, other.client, other.plain_requests, most=most)
+                differences(name, first.client, asked, other.client, other.plain_requests)
                 for name, other in zip(names[1:], others, strict=True)
             ]
             report = replace(report, differences=found)

@@ -27,14 +27,8 @@ def captured_messages(
 ) -> tuple[list[ModelInferRequest], float, SampledTraffic]:
     """Make the requests that fit the model; return them, their mean number of rows, and what reports say of them.
 
-    Floats of another width are rounded to the model's. The id of each request is its position among the captured ones.
-
-    Args:
-        traffic: the captured requests.
-        metadata: the model's metadata.
-        required: names of the inputs that every request must have.
-        version: version of the model; "" for the server's choice.
-        parameters: parameters of every request; they replace a request's own.
+    Floats of another width are rounded to the model's. The id of each request is its position among the captured ones. Every
+    request must have the `required` inputs; `parameters` replace a request's own.
 
     Raises:
         BenchmarkArgumentError: no request fits; the text names an input and both forms.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -180,13 +179,11 @@ def differences(
     requests: Sequence[ModelInferRequest],
     reference: Client,
     reference_requests: Sequence[ModelInferRequest],
-    *,
-    most: int = MAX_REQUESTS,
 ) -> Differences:
     """Send the same inputs to two models and compare the answers; the reference's requests have them in its own datatypes.
 
-    `name` is that of the load target with the reference. At most `most` requests are sent. A request with an id is compared
-    with that of the same id, others with that of the same place.
+    `name` is that of the load target with the reference. A request with an id is compared with that of the same id, others with
+    that of the same place.
 
     Raises:
         ClientError: a target cannot be reached, or no request was answered by both.
@@ -194,7 +191,7 @@ def differences(
     found: dict[str, Difference] = {}
     alone: set[str] = set()
     asked = differing = failed = 0
-    for ours, theirs in islice(_pairs(requests, reference_requests), most):
+    for ours, theirs in _pairs(requests, reference_requests):
         first, second = _answered(client, ours), _answered(reference, theirs)
         asked += 1
         if first is None or second is None:
