@@ -54,6 +54,22 @@ def test_every_datatype_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert arrays["0/in/BYTES"].tobytes()[4:11] == b"\x03\0\0\0one"
 
 
+def test_typed_contents_and_copied_inputs_are_read_as_raw_ones(tmp_path: Path) -> None:
+    message = ModelInferRequest()
+    message.inputs.add(name="t", datatype="BYTES", shape=[2]).contents.bytes_contents.extend([b"", b"one"])
+    message.inputs.add(name="i", datatype="INT8", shape=[2, 1]).contents.int_contents.extend([-1, 2])
+    message.inputs.add(name="b", datatype="BOOL", shape=[2])
+    copied = [None, None, b"\x02\x00"]
+    shard, _ = encode_shard([CapturedMessage(message.SerializeToString(), copied, 0, "m", 1, 0)])
+    (tmp_path / "1.npz").write_bytes(shard)
+    (read,) = read_capture(tmp_path)
+    assert {name: array.tolist() for name, array in read.inputs.items()} == {
+        "t": [b"", b"one"],
+        "i": [[-1], [2]],
+        "b": [True, False],
+    }
+
+
 def test_requests_whose_tensors_do_not_fit_are_left_out(tmp_path: Path) -> None:
     wrong = ModelInferRequest(raw_input_contents=[b"\x09\0\0\0short"])
     wrong.inputs.add(name="x", datatype="BYTES", shape=[1])

@@ -96,7 +96,7 @@ def test_requests_are_captured_as_their_clients_sent_them(serving: Serving, tmp_
     (failed,) = read_capture(folder, model="picky")
     assert (failed.status, failed.inputs["i"].tolist()) == ("INTERNAL", [[7]])
     assert sorted(path.name for path in folder.iterdir()) == [MARKER, "echo_types", "mlp", "picky"]
-    assert {path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())} == {0o700, 0o600}
+    assert {path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))} == {0o700, 0o600}
     assert figure(server, "_bytes") == sum(path.stat().st_size for path in folder.glob("*/*.npz"))
 
 
