@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from halfserve.export.certificate.certificate import SampledTraffic
 from halfserve.export.export_errors import ExportError
 from halfserve.export.verification.samples import (
     Array,
@@ -22,8 +20,13 @@ from halfserve.export.verification.samples import (
     load_samples,
     make_feeds,
 )
-from halfserve.protos.captured_requests import CapturedRequest, CapturedRequestsError
-from halfserve.protos.captured_traffic import CapturedTraffic, read_traffic, request_bytes
+from halfserve.protos.captured_requests import (
+    CapturedRequest,
+    CapturedRequestsError,
+    CapturedTraffic,
+    SampledTraffic,
+    read_traffic,
+)
 
 if TYPE_CHECKING:
     from halfserve.export.onnx_files.model_file import ModelFile
@@ -32,8 +35,6 @@ MOST = 1024  # samples, by default
 MAX_BYTES = 1 << 30  # of all samples
 ROWS = 32  # of a batch
 HALVES = frozenset({"float16", "bfloat16"})
-BEYOND, OTHER_SHAPE, MISFIT = "beyond the limit, spread over the time", "of another shape", "that do not fit the model"
-Shape: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 def given_samples(
@@ -41,45 +42,32 @@ def given_samples(
 ) -> SampleSet:
     """Return the samples in a file, a mapping or a folder of captured requests, which fit the model (see `load_samples`).
 
-    `most` limits captured samples; batches of them have `batch_size` rows at most.
+    At most `most` captured rows are taken. Those of one shape become batches of at most `batch_size` rows.
 
     Raises:
         ExportError: They cannot be read, or do not fit the model.
     """
     if not isinstance(source, Path) or not source.is_dir():
         return SampleSet(inputs=load_samples(source, model))
-    return captured_samples(source, model, most=most, batch_size=batch_size)
-
-
-def captured_samples(folder: Path, model: ModelFile, *, most: int, batch_size: int) -> SampleSet:
-    """Return captured requests as batches for a model: rows of one shape together, each shape by itself.
-
-    Raises:
-        ExportError: There are none, or none fits the model.
-    """
-    traffic = _read(folder, most)
+    traffic = _read(source, most)
     wanted = inputs_of(model.outline)
     batches: list[Feed] = []
-    requests, misfit = 0, ""
-    rows_join = is_batched(wanted)
-    for group in _by_shape(traffic.requests, rows_join=rows_join):
-        parts = [group] if rows_join else [[request] for request in group]
-        for part in parts:
-            try:
-                feeds = make_feeds(wanted, load_samples(_joined(part, wanted), model), batch_size)
-            except ExportError as error:
-                misfit = misfit or str(error)
-                continue
-            batches += feeds.batches
-            # A model with a fixed batch leaves a remainder out.
-            requests += sum(end <= feeds.samples for end in accumulate(map(_rows, part))) if rows_join else 1
+    used, misfit = 0, ""
+    for group in _by_shape(traffic.requests) if is_batched(wanted) else [[request] for request in traffic.requests]:
+        try:
+            feeds = make_feeds(wanted, load_samples(_joined(group, wanted), model), batch_size)
+        except ExportError as error:
+            misfit = misfit or str(error)
+            continue
+        batches += feeds.batches
+        # A model with a fixed batch leaves a remainder out.
+        used += sum(end <= feeds.samples for end in accumulate(request.rows for request in group)) if len(group) > 1 else 1
     if not batches:
         raise ExportError(
-            f"the captured requests in {folder} do not fit the model: {misfit}; give the folder of the model that they were "
+            f"the captured requests in {source} do not fit the model: {misfit}; give the folder of the model that they were "
             "captured of, or capture others"
         )
-    sampled = _sampled(traffic, requests, {MISFIT: len(traffic.requests) - requests})
-    return SampleSet(inputs=batches, note=sampled.text, traffic=sampled)
+    return SampleSet(inputs=batches, traffic=traffic.sampled(used))
 
 
 def captured_arrays(
@@ -93,28 +81,13 @@ def captured_arrays(
         ExportError: There are none, or an input holds texts or files.
     """
     traffic = _read(folder, most)
-    group = next(_by_shape(_padded(traffic.requests, padding or {}), rows_join=True))
+    tokens = [request for request in traffic.requests if padding and _are_tokens(request, padding)]
+    group = tokens or _by_shape(traffic.requests)[0]
     arrays = {
         name: array[:most].astype(np.float32) if array.dtype.name in HALVES else array[:most]
-        for name, array in _joined(group).items()
+        for name, array in _joined(group, padding=padding if tokens else None).items()
     }
-    return arrays, _sampled(traffic, len(group), {OTHER_SHAPE: len(traffic.requests) - len(group)})
-
-
-def _padded(requests: Sequence[CapturedRequest], padding: Mapping[str, int]) -> list[CapturedRequest]:
-    tokens = [one for one in requests if padding and one.inputs.keys() == padding.keys()]
-    tokens = [one for one in tokens if all(array.ndim == 2 and array.dtype == np.int64 for array in one.inputs.values())]
-    longest = max((array.shape[1] for one in tokens for array in one.inputs.values()), default=0)
-    return [
-        replace(
-            one,
-            inputs={
-                name: np.pad(array, ((0, 0), (0, longest - array.shape[1])), constant_values=padding[name])
-                for name, array in one.inputs.items()
-            },
-        )
-        for one in tokens
-    ] or list(requests)
+    return arrays, traffic.sampled(len(group), "of another shape")
 
 
 def captured_files(folder: Path, most: int) -> tuple[list[bytes], SampledTraffic]:
@@ -125,55 +98,49 @@ def captured_files(folder: Path, most: int) -> tuple[list[bytes], SampledTraffic
     """
     traffic = _read(folder, most)
     found = [
-        [element for array in request.inputs.values() if array.dtype == object for element in array.ravel().tolist()]
+        [element for array in request.inputs.values() if array.dtype == object for element in array.flat]
         for request in traffic.requests
     ]
-    used = sum(map(bool, found))
-    files = [element for elements in found for element in elements][:most]
-    return files, _sampled(traffic, used, {MISFIT: len(found) - used})
+    return [element for elements in found for element in elements][:most], traffic.sampled(sum(map(bool, found)))
 
 
 def _read(folder: Path, most: int) -> CapturedTraffic:
-    def share(request: CapturedRequest) -> float:
-        return max(_rows(request) / most, request_bytes(request) / MAX_BYTES)
-
     try:
-        return read_traffic(folder, share)
+        return read_traffic(folder, most_rows=most, most_bytes=MAX_BYTES)
     except CapturedRequestsError as error:
         raise ExportError(str(error)) from error
 
 
-def _rows(request: CapturedRequest) -> int:
-    return max((len(array) for array in request.inputs.values() if array.ndim), default=1) or 1
+def _are_tokens(request: CapturedRequest, padding: Mapping[str, int]) -> bool:
+    arrays = request.inputs.values()
+    return request.inputs.keys() == padding.keys() and all(array.ndim == 2 and array.dtype == np.int64 for array in arrays)
 
 
-def _by_shape(requests: Sequence[CapturedRequest], *, rows_join: bool) -> Iterator[list[CapturedRequest]]:
-    """Yield the requests of each shape, those with the most rows first; where rows join, their number makes no other shape."""
-    groups: dict[Shape, list[CapturedRequest]] = {}
+def _by_shape(requests: Sequence[CapturedRequest]) -> list[list[CapturedRequest]]:
+    """Return the requests of each shape of a row, those with the most rows first."""
+    groups: dict[object, list[CapturedRequest]] = {}
     for request in requests:
-        counts = {len(array) for array in request.inputs.values() if array.ndim}
-        own = int(not rows_join or len(counts) > 1)  # other numbers of rows in each input cannot be joined
-        shape = tuple(
-            (name, str(array.dtype), array.shape if own else array.shape[1:]) for name, array in sorted(request.inputs.items())
-        )
+        shape = tuple((name, array.dtype.str, array.ndim, array.shape[1:]) for name, array in sorted(request.inputs.items()))
         groups.setdefault(shape, []).append(request)
-    return iter(sorted(groups.values(), key=lambda group: -sum(map(_rows, group))))
+    return sorted(groups.values(), key=lambda group: -sum(request.rows for request in group))
 
 
-def _joined(requests: Sequence[CapturedRequest], wanted: Sequence[Input] = ()) -> dict[str, Array]:
-    """Return the inputs of requests of one shape, joined by their rows; texts for a model that takes texts itself.
+def _joined(
+    requests: Sequence[CapturedRequest], wanted: Sequence[Input] = (), padding: Mapping[str, int] | None = None
+) -> dict[str, Array]:
+    """Return the inputs of requests, joined by their rows; texts for a model that takes texts itself.
 
     Raises:
         ExportError: An input has texts or files that the model does not take, or inputs have different numbers of rows.
     """
-    counts = {array.shape[:1] for array in requests[0].inputs.values()}
-    if len(requests) > 1 and (len(counts) > 1 or () in counts):
+    counts = [{array.shape[:1] for array in request.inputs.values()} for request in requests]
+    if len(requests) > 1 and any(len(own) > 1 or () in own for own in counts):
         raise ExportError("the inputs of a request have different numbers of rows, expected one number")
     takes_texts = {value.name for value in wanted if value.dtype.kind == "U"}
     joined = {}
-    for name, array in requests[0].inputs.items():
+    for name in requests[0].inputs:
         parts = [request.inputs[name] for request in requests]
-        if array.dtype == object:
+        if parts[0].dtype == object:
             if name not in takes_texts:
                 raise ExportError(
                     f"input {name!r} holds texts or files, which the server prepares for the model: prove it with `halfserve "
@@ -182,20 +149,8 @@ def _joined(requests: Sequence[CapturedRequest], wanted: Sequence[Input] = ()) -
             parts = [
                 np.array([[e.decode("utf-8", "replace") for e in part.flat]], np.str_).reshape(part.shape) for part in parts
             ]
+        if padding:
+            longest = max(part.shape[1] for part in parts)
+            parts = [np.pad(part, ((0, 0), (0, longest - part.shape[1])), constant_values=padding[name]) for part in parts]
         joined[name] = np.concatenate(parts) if len(parts) > 1 else parts[0]
     return joined
-
-
-def _sampled(traffic: CapturedTraffic, requests: int, left_out: Mapping[str, int]) -> SampledTraffic:
-    first, last = traffic.period
-    reasons = {BEYOND: len(traffic.times_s) - len(traffic.requests), **left_out, "that the server refused": traffic.refused}
-    return SampledTraffic(
-        model=traffic.model,
-        versions=tuple(sorted({request.version for request in traffic.requests})),
-        requests=requests,
-        left_out={reason: count for reason, count in reasons.items() if count},
-        first_utc=first,
-        last_utc=last,
-        shards=traffic.shards,
-        shards_sha256=traffic.shards_sha256,
-    )

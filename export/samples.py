@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 from halfserve.amp_core.calling import arguments_of
 from halfserve.amp_core.checkpoint import build_data, load_checkpoint
 from halfserve.amp_core.checkpoint import call_factory as _call_factory  # type: ignore[attr-defined]  # (a checkpoint names factories)
-from halfserve.export.certificate.certificate import SampledTraffic
 from halfserve.export.export_errors import ExportError, UsageError
+from halfserve.protos.captured_requests import SampledTraffic
 
 EXAMPLES = 2
 DESCRIPTION = re.compile(r"(?:(?P<name>\w+)=)?(?P<dtype>\w+)\[(?P<shape>[\d\s,]*)\](?:<(?P<limit>\d+))?")

@@ -1,39 +1,35 @@
 """Captured requests on disk: what `serve --capture` writes, and `bench`, `convert`, `verify` and `export` read.
 
 A capture is a folder with one folder per model. It holds numbered shards, FOLDER/MODEL/000001.npz, each written as a whole. A
-shard is an uncompressed .npz file. Its array `index` has the bytes of a JSON object: the schema's number, the model, and one
-entry per request. The other arrays are the requests' tensors, `<position in the index>/<name of the input>`: BF16 as uint16 bit
-patterns, BYTES as uint8 in the form of the wire, which is a little-endian uint32 length before each element.
+shard is an uncompressed .npz file. Its array `index` has the bytes of a JSON object: the schema's number, and one entry per
+request. The other arrays are the requests' tensors, `<position in the index>/<name of the input>`: BF16 as uint16 bit patterns,
+BYTES as uint8 in the form of the wire, which is a little-endian uint32 length before each element.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
-import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from halfserve.files.atomic_files import atomic_file
-from halfserve.protos.datatypes import BY_WIRE, Datatype
+from halfserve.protos.datatypes import BY_WIRE
+from halfserve.protos.inference_pb2 import ModelInferRequest
 
 SCHEMA: Final = 1
-SUFFIX: Final = ".npz"
 INDEX: Final = "index"
 LENGTH_BYTES: Final = 4  # before each element of BYTES
-PRIVATE: Final = 0o600  # mode of a shard: its tensors are the data of users
-DAMAGED: Final = (
-    *(ValueError, LookupError, TypeError, AttributeError, EOFError, MemoryError, RecursionError, NotImplementedError),
-    *(RuntimeError, zipfile.BadZipFile),
-)  # what zipfile, numpy and json raise for files that are not shards
+# Statuses of requests that may be valid: the server answered them, or had no time, room or caller for them.
+USABLE: Final = frozenset({"OK", "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "UNAVAILABLE"})
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Parameter: TypeAlias = bool | int | float | str
@@ -41,6 +37,27 @@ Parameter: TypeAlias = bool | int | float | str
 
 class CapturedRequestsError(Exception):
     """A capture cannot be read. The text says what is wrong, what was expected, and what to do."""
+
+
+@dataclass(slots=True, eq=False)
+class CapturedMessage:
+    """A request that a server keeps until it has ended and is written to a shard.
+
+    Attributes:
+        data: the serialized ModelInferRequest, as its client sent it.
+        copied: bytes of the inputs in shared memory, None for those that were sent; empty if all were.
+        size: bytes to count for it in memory.
+        others: see `CapturedRequest`.
+    """
+
+    data: bytes | memoryview
+    copied: Sequence[bytes | None]
+    size: int
+    model: str
+    version: int
+    time_s: float
+    latency_ms: float = 0.0
+    status: str = ""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -69,74 +86,181 @@ class CapturedRequest:
     inputs: Mapping[str, Array]
     datatypes: Mapping[str, str]
 
+    @property
+    def rows(self) -> int:
+        """Largest first dimension of its tensors; at least 1."""
+        return max((len(array) for array in self.inputs.values() if array.ndim), default=1) or 1
 
-def write_shard(path: Path, model: str, requests: Sequence[CapturedRequest]) -> None:
-    """Write requests of one model as the shard `path`, readable by this user alone. A reader sees all of it or nothing.
+    @property
+    def nbytes(self) -> int:
+        """Size of its tensors, without the lengths of BYTES."""
+        return sum(sum(map(len, array.flat)) if array.dtype == object else array.nbytes for array in self.inputs.values())
 
-    Raises:
-        OSError: the shard cannot be written.
-        ValueError: a tensor does not have its datatype, or a name cannot be written.
+
+@dataclass(frozen=True, kw_only=True)
+class SampledTraffic:
+    """What certificates and reports say of the captured requests that were used.
+
+    Attributes:
+        model: Name of the model that they were captured of.
+        versions: Its versions that answered them.
+        requests: Count of requests that were used.
+        left_out: Counts of other captured requests, by the reason.
+        first_utc: Arrival of the first captured request in ISO 8601.
+        last_utc: Arrival of the last one.
+        shards: Count of files that hold them.
+        shards_sha256: SHA-256 of the files' SHA-256 in hexadecimal, one a line, in the order of their names.
     """
-    content = {"schema": SCHEMA, "model": model, "requests": [_entry(request) for request in requests]}
-    index = json.dumps(content, separators=(",", ":")).encode()
-    with atomic_file(path) as file:
-        os.fchmod(file.fileno(), PRIVATE)
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-            _write_array(archive, INDEX, np.frombuffer(index, np.uint8))
-            for position, request in enumerate(requests):
-                for name, array in request.inputs.items():
-                    _write_array(archive, f"{position}/{name}", _to_disk(array, BY_WIRE[request.datatypes[name]]))
+
+    model: str
+    versions: tuple[int, ...]
+    requests: int
+    left_out: dict[str, int] = field(default_factory=dict)
+    first_utc: str
+    last_utc: str
+    shards: int
+    shards_sha256: str
+
+    @property
+    def text(self) -> str:
+        """A line for people."""
+        reasons = "; ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
+        versions = f"version{'s' * (len(self.versions) > 1)} {', '.join(map(str, self.versions))}"
+        return (
+            f"the samples are {self.requests:,} captured requests of {self.model} {versions}, {self.first_utc} to "
+            f"{self.last_utc}" + (f"; left out: {reasons}" if reasons else "")
+        )
 
 
-def read_capture(folder: Path, *, model: str | None = None, limit: int | None = None) -> list[CapturedRequest]:
-    """Read captured requests of one model, the earliest first.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CapturedTraffic:
+    """Requests of one model, in the order of their arrival.
 
-    Args:
-        folder: folder of the capture, folder of one model in it, or one shard.
-        model: the model; needed if the capture has requests of several.
-        limit: most requests to read; None reads all.
-
-    Raises:
-        CapturedRequestsError: there are no requests of the model, or a shard cannot be used.
+    Attributes:
+        folder: the folder that was read.
+        requests: requests within the limits, spread over all usable ones; at least one.
+        times_s: float64 [usable], rising: arrival of each usable request, in seconds since 1970.
+        summary: what was read, as if all of `requests` were used.
     """
-    found: list[tuple[float, Path, int]] = []
-    models: set[str] = set()
-    for path in _shards(folder):
-        with _reading(path) as shard:
-            if shard is None:
-                continue
-            models.add(shard.model)
-            if model in {None, shard.model}:
-                found += [(float(entry["time"]), path, position) for position, entry in enumerate(shard.entries)]
-    names = ", ".join(map(repr, sorted(models)))
-    if not models:
-        raise CapturedRequestsError(
-            f"{folder}: has no captured requests, expected files such as MODEL/000001{SUFFIX}; "
-            "capture some with `halfserve serve ... --capture FOLDER`"
-        )
-    if model is None and len(models) > 1:
-        raise CapturedRequestsError(
-            f"{folder}: has requests of {names}, expected those of one model; name the model or its folder"
-        )
-    if model is not None and model not in models:
-        raise CapturedRequestsError(f"{folder}: has no requests of model {model!r}, but of {names}; name one of these")
-    chosen: dict[Path, list[int]] = {}
-    for _, path, position in sorted(found)[:limit]:
-        chosen.setdefault(path, []).append(position)
-    requests: list[CapturedRequest] = []
-    for path, positions in chosen.items():
-        with _reading(path) as shard:
-            requests += [] if shard is None else [shard.request(position) for position in positions]
+
+    folder: Path
+    requests: Sequence[CapturedRequest]
+    times_s: np.ndarray[Any, np.dtype[np.float64]]
+    summary: SampledTraffic
+
+    def sampled(self, used: int, other: str = "that do not fit the model") -> SampledTraffic:
+        """Say that `used` of the requests were used; `other` says which ones were not."""
+        left_out = {other: len(self.requests) - used, **self.summary.left_out}
+        return replace(self.summary, requests=used, left_out={reason: count for reason, count in left_out.items() if count})
+
+
+def is_capture(path: Path) -> bool:
+    """Return whether a path is a folder with shards, or with folders of shards."""
+    return any(any(path.glob(pattern)) for pattern in ("*.npz", "*/*.npz"))
+
+
+def read_capture(folder: Path, model: str = "") -> list[CapturedRequest]:
+    """Read all captured requests of one model into memory, the earliest first; see `read_traffic`."""
+    requests = [request for shard, _ in _shards(folder, model) for request in shard]
     return sorted(requests, key=lambda request: request.time_s)
 
 
-def bytes_elements(data: bytes | memoryview, shape: Sequence[int]) -> Array:
-    """Return the elements of a BYTES tensor in the form of the wire, as an array of `bytes`.
+def read_traffic(folder: Path, model: str = "", *, most_rows: int, most_bytes: int) -> CapturedTraffic:
+    """Read the requests in a folder of a model, or in a capture of one model or with the given one.
+
+    A capture may be larger than memory. Its shards are read one at a time; where the requests exceed a limit, every second one
+    is left out, until they fit or a single one is left.
 
     Raises:
-        ValueError: the elements do not fit the shape.
+        CapturedRequestsError: there are no usable requests, they are of several models, or a shard cannot be used.
     """
-    data, elements, position = bytes(data), list[bytes](), 0
+    kept: list[CapturedRequest] = []
+    times: list[float] = []
+    digest, shards, refused, stride = hashlib.sha256(), 0, 0, 1
+    for requests, sha256 in _shards(folder, model):
+        digest.update(f"{sha256}\n".encode())
+        shards += 1
+        usable = [request for request in requests if request.status in USABLE]
+        refused += len(requests) - len(usable)
+        kept += usable[-len(times) % stride :: stride]
+        times += [request.time_s for request in usable]
+        while len(kept) > 1 and (
+            sum(request.rows for request in kept) > most_rows or sum(request.nbytes for request in kept) > most_bytes
+        ):
+            kept, stride = kept[::2], stride * 2
+    if not kept:
+        raise CapturedRequestsError(
+            f"{folder}: has no requests that the server took, and {refused} that it refused; capture others"
+        )
+    times_s = np.sort(np.asarray(times, np.float64))
+    first, last = (datetime.fromtimestamp(float(times_s[at]), UTC).isoformat(timespec="seconds") for at in (0, -1))
+    summary = SampledTraffic(
+        model=kept[0].model,
+        versions=tuple(sorted({request.version for request in kept})),
+        requests=len(kept),
+        left_out={"beyond the limit, spread over the time": len(times) - len(kept), "that the server refused": refused},
+        first_utc=first,
+        last_utc=last,
+        shards=shards,
+        shards_sha256=digest.hexdigest(),
+    )
+    requests = sorted(kept, key=lambda request: request.time_s)
+    return CapturedTraffic(folder=folder, requests=requests, times_s=times_s, summary=summary)
+
+
+def _shards(folder: Path, model: str) -> Iterator[tuple[list[CapturedRequest], str]]:
+    """Yield the requests of each shard of a model, and the shard's SHA-256 in hexadecimal."""
+    try:
+        places = [folder, *(path for path in folder.iterdir() if path.is_dir())]
+        found = {place.name: shards for place in places if (shards := [p for p in place.iterdir() if p.suffix == ".npz"])}
+    except OSError as error:
+        raise CapturedRequestsError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
+    if not found:
+        raise CapturedRequestsError(
+            f"{folder}: has no captured requests, expected files such as MODEL/000001.npz; "
+            "capture some with `halfserve serve ... --capture FOLDER`"
+        )
+    if len(found) > 1 and model not in found:
+        names = ", ".join(map(repr, sorted(found)))
+        raise CapturedRequestsError(f"{folder}: has requests of {names}, expected those of one model; name its folder")
+    for path in sorted(found.get(model) or next(iter(found.values()))):
+        try:
+            content = path.read_bytes()
+            requests = _requests(content)
+        except FileNotFoundError:
+            continue  # a server that captures has removed it as the oldest
+        except OSError as error:
+            raise CapturedRequestsError(f"{path}: cannot be read: {error.strerror}") from None
+        except Exception as error:  # zipfile, numpy and json raise anything for files that are not shards
+            raise CapturedRequestsError(
+                f"{path}: is not a whole shard of captured requests ({type(error).__name__}: {error}); move it elsewhere"
+            ) from error
+        yield requests, hashlib.sha256(content).hexdigest()
+
+
+def _requests(shard: bytes) -> list[CapturedRequest]:
+    with np.load(io.BytesIO(shard), allow_pickle=False) as arrays:
+        index = json.loads(arrays[INDEX].tobytes())
+        if index["schema"] != SCHEMA:
+            raise ValueError(f"has schema {index['schema']!r:.40}, expected {SCHEMA}; use the halfserve that wrote it")
+        return [_request(entry, f"{position}/", arrays) for position, entry in enumerate(index["requests"])]
+
+
+def _request(entry: dict[str, Any], prefix: str, arrays: Mapping[str, Array]) -> CapturedRequest:
+    shapes = entry.pop("shapes")
+    inputs = {name: _from_disk(arrays[prefix + name], wire, shapes[name]) for name, wire in entry["datatypes"].items()}
+    return CapturedRequest(**entry, inputs=inputs)
+
+
+def _from_disk(array: Array, wire: str, shape: Sequence[int]) -> Array:
+    if BY_WIRE[wire].itemsize is None:
+        return _elements(array.tobytes(), shape)
+    return array.view(BY_WIRE[wire].array_dtype).reshape(shape)
+
+
+def _elements(data: bytes, shape: Sequence[int]) -> Array:
+    """Return the elements of a BYTES tensor as an array of `bytes`. Raises ValueError: they do not fit the shape."""
+    elements, position = list[bytes](), 0
     while position < len(data):
         start = position + LENGTH_BYTES
         position = start + int.from_bytes(data[position:start], "little")
@@ -148,118 +272,68 @@ def bytes_elements(data: bytes | memoryview, shape: Sequence[int]) -> Array:
     return array.reshape(tuple(shape))
 
 
-class _Shard:
-    """An open shard."""
-
-    def __init__(self, archive: zipfile.ZipFile, size: int) -> None:
-        members = archive.infolist()
-        # Compressed members, and members that share their bytes, may be of any size.
-        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-            raise ValueError("its arrays are compressed, expected uncompressed ones")
-        if sum(member.file_size for member in members) > size:
-            raise ValueError("its arrays are larger than the file")
-        self._archive = archive
-        index = json.loads(self._array(INDEX).tobytes())
-        if index["schema"] != SCHEMA:
-            raise ValueError(f"has schema {index['schema']!r:.40}, expected {SCHEMA}; use the halfserve that wrote it")
-        self.model = _text(index["model"])
-        self.entries: list[dict[str, Any]] = list(index["requests"])
-
-    def request(self, position: int) -> CapturedRequest:
-        entry = self.entries[position]
-        datatypes = {_text(tensor["name"]): BY_WIRE[tensor["datatype"]] for tensor in entry["inputs"]}
-        return CapturedRequest(
-            time_s=float(entry["time"]),
-            model=self.model,
-            version=int(entry["version"]),
-            request_id=_text(entry["id"]),
-            latency_ms=float(entry["latency_ms"]),
-            status=_text(entry["status"]),
-            parameters=dict(entry["parameters"]),
-            inputs={
-                name: _from_disk(self._array(f"{position}/{name}"), datatype, tensor["shape"])
-                for tensor, (name, datatype) in zip(entry["inputs"], datatypes.items(), strict=True)
-            },
-            datatypes={name: datatype.wire for name, datatype in datatypes.items()},
-        )
-
-    def _array(self, name: str) -> Array:
-        content = io.BytesIO(self._archive.read(f"{name}.npy"))
-        array: Array = np.lib.format.read_array(content, allow_pickle=False)
-        return array
+def encode_shard(messages: Sequence[CapturedMessage]) -> tuple[bytes, int]:
+    """Return a shard of the messages whose tensors fit their shapes, and the number of these."""
+    entries: list[dict[str, Any]] = []
+    shard = io.BytesIO()
+    with zipfile.ZipFile(shard, "w", zipfile.ZIP_STORED) as archive:
+        for captured in messages:
+            message = ModelInferRequest.FromString(bytes(captured.data))
+            try:
+                arrays = _to_disk(message, captured.copied or [None] * len(message.inputs))
+            except (ValueError, OverflowError):  # the server has refused it when it read the tensors
+                continue
+            for name, array in arrays.items():
+                _write_array(archive, f"{len(entries)}/{name}", array)
+            entries.append(_entry(captured, message))
+        index = json.dumps({"schema": SCHEMA, "requests": entries}, separators=(",", ":")).encode()
+        _write_array(archive, INDEX, np.frombuffer(index, np.uint8))
+    return shard.getvalue(), len(entries)
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[_Shard | None]:
-    """Open a shard; None if it has gone, as the oldest do while a server captures."""
-    try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            yield _Shard(archive, os.fstat(file.fileno()).st_size)
-    except FileNotFoundError:
-        yield None
-    except OSError as error:
-        raise CapturedRequestsError(f"{path}: cannot be read: {error.strerror}") from None
-    except DAMAGED as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise CapturedRequestsError(f"{path}: is not a whole shard of captured requests ({reason}); remove it") from None
-
-
-def _shards(folder: Path) -> list[Path]:
-    """Shards of a capture, or of one model, or the shard itself."""
-    if folder.is_file():
-        return [folder]
-    try:
-        places = [folder, *(path for path in folder.iterdir() if path.is_dir())]
-        return sorted(path for place in places for path in place.iterdir() if path.suffix == SUFFIX and path.is_file())
-    except OSError as error:
-        raise CapturedRequestsError(f"{error.filename or folder}: cannot be read: {error.strerror}; name a folder") from None
-
-
-def _entry(request: CapturedRequest) -> dict[str, Any]:
+def _entry(captured: CapturedMessage, message: ModelInferRequest) -> dict[str, Any]:
+    given_as = {name: parameter.WhichOneof("parameter_choice") for name, parameter in message.parameters.items()}
     return {
-        "time": request.time_s,
-        "id": request.request_id,
-        "version": request.version,
-        "latency_ms": request.latency_ms,
-        "status": request.status,
-        "parameters": dict(request.parameters),
-        "inputs": [
-            {"name": name, "datatype": request.datatypes[name], "shape": list(array.shape)}
-            for name, array in request.inputs.items()
-        ],
+        "time_s": captured.time_s,
+        "model": captured.model,
+        "version": captured.version,
+        "request_id": message.id,
+        "latency_ms": captured.latency_ms,
+        "status": captured.status,
+        "parameters": {name: getattr(message.parameters[name], kind) for name, kind in given_as.items() if kind},
+        "datatypes": {tensor.name: tensor.datatype for tensor in message.inputs},
+        "shapes": {tensor.name: list(tensor.shape) for tensor in message.inputs},
     }
+
+
+def _to_disk(message: ModelInferRequest, copied: Sequence[bytes | None]) -> dict[str, Array]:
+    """Return the tensors of a message as they are stored. Raises ValueError or OverflowError: one does not fit its shape."""
+    raw, arrays = iter(message.raw_input_contents), dict[str, Array]()
+    for tensor, given in zip(message.inputs, copied, strict=True):
+        datatype, shape = BY_WIRE[tensor.datatype], tuple(tensor.shape)
+        data = next(raw) if given is None and message.raw_input_contents else given
+        values: Any = getattr(tensor.contents, datatype.contents or "") if data is None else ()
+        if datatype.itemsize is None:
+            if data is None:
+                data = b"".join([len(value).to_bytes(LENGTH_BYTES, "little") + value for value in values])
+            _elements(data, shape)  # a check
+            arrays[tensor.name] = np.frombuffer(data, np.uint8)
+        elif data is None:
+            arrays[tensor.name] = np.array(values, datatype.numpy).reshape(shape)
+        elif datatype.wire == "BOOL":  # any other byte than 0 is true
+            arrays[tensor.name] = np.frombuffer(data, np.uint8).astype(np.bool_).reshape(shape)
+        else:
+            arrays[tensor.name] = np.frombuffer(data, datatype.numpy or "<u2").reshape(shape)
+    return arrays
 
 
 def _write_array(archive: zipfile.ZipFile, name: str, array: Array) -> None:
     archive.writestr(zipfile.ZipInfo(f"{name}.npy"), b"".join((_npy_header(array.dtype, array.shape), array.tobytes())))
 
 
-@lru_cache(maxsize=256)  # most requests have the same few shapes, and numpy takes longer for a header than for a small array
+@lru_cache(maxsize=256)  # numpy.savez, which makes every header again, takes 4 times as long for small tensors
 def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     header = io.BytesIO()
     content = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(header, content)
     return header.getvalue()
-
-
-def _to_disk(array: Array, datatype: Datatype) -> Array:
-    if datatype.itemsize is None:
-        elements = [element if isinstance(element, bytes) else str(element).encode() for element in array.ravel()]
-        parts = [len(element).to_bytes(LENGTH_BYTES, "little") + element for element in elements]
-        return np.frombuffer(b"".join(parts), np.uint8)
-    if array.dtype != datatype.array_dtype:
-        raise ValueError(f"has a tensor of {array.dtype}, expected {datatype.array_dtype} for {datatype.wire}")
-    return np.ascontiguousarray(array).view("<u2") if datatype.numpy is None else array
-
-
-def _from_disk(array: Array, datatype: Datatype, shape: Sequence[int]) -> Array:
-    if datatype.itemsize is None:
-        return bytes_elements(array.astype(np.uint8, casting="no", copy=False).tobytes(), shape)
-    array = array.astype(datatype.numpy or "<u2", casting="no", copy=False)
-    return array.view(datatype.array_dtype).reshape(shape)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"has {value!r:.40}, expected a text")
-    return value

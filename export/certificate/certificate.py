@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from halfserve.export.certificate.verdicts import LevelVerdict, PrecisionVerdict, Probe
 from halfserve.export.export_errors import ExportError, UsageError
 from halfserve.export.half_types import HalfName
+from halfserve.protos.captured_requests import SampledTraffic
 from halfserve.protos.certificate_signature import CertificateKeyError, SigningKey
 from halfserve.protos.certificates import SCHEMA, certificate_sha256
 
@@ -21,41 +22,6 @@ from halfserve.protos.certificates import SCHEMA, certificate_sha256
 # the field to its dataclass, and nothing else. Readers ignore fields that they do not know, with a note; hashes and signatures
 # cover the fields that a file has.
 SCHEMA_VERSION = 7
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampledTraffic:
-    """Captured requests of a server that a model was verified on.
-
-    Attributes:
-        model: Name of the model that they were captured of.
-        versions: Its versions that answered them.
-        requests: Count of requests that were compared.
-        left_out: Counts of other captured requests, by the reason why they were not compared.
-        first_utc: Arrival of the first captured request in ISO 8601.
-        last_utc: Arrival of the last one.
-        shards: Count of files that hold them.
-        shards_sha256: SHA-256 of the files' SHA-256 in hexadecimal, one a line, in the order of their names.
-    """
-
-    model: str
-    versions: tuple[int, ...]
-    requests: int
-    left_out: dict[str, int] = field(default_factory=dict)
-    first_utc: str
-    last_utc: str
-    shards: int
-    shards_sha256: str
-
-    @property
-    def text(self) -> str:
-        """A line for people."""
-        reasons = "; ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
-        versions = f"version{'s' * (len(self.versions) > 1)} {', '.join(map(str, self.versions))}"
-        return (
-            f"the samples are {self.requests:,} captured requests of {self.model} {versions}, {self.first_utc} to "
-            f"{self.last_utc}" + (f"; left out: {reasons}" if reasons else "")
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.to_onnx.capture import run
 from halfserve.export.to_onnx.forward_call import call_of
 from halfserve.files.model_hub import model_name
-from halfserve.protos.captured_traffic import is_capture
+from halfserve.protos.captured_requests import is_capture
 
 # Windows paths have one letter before the colon.
 FACTORY_NAME = re.compile(r"\w[\w.]+:\w[\w.]*")

@@ -20,7 +20,7 @@ from halfserve.export.samples import Samples
 from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.tasks.served_models import Preprocessing
 from halfserve.export.to_onnx.capture import one_line
-from halfserve.protos.captured_traffic import is_capture
+from halfserve.protos.captured_requests import is_capture
 from halfserve.protos.picture_files import MAX_PIXELS
 from halfserve.protos.pictures import EVEN, FILTERS, PREPROCESSING, PicturePreparation, prepared_pixels
 
@@ -168,7 +168,6 @@ def picture_samples(preprocessing: Preprocessing, options: SourceOptions) -> Sam
         contents, traffic = captured_files(options.samples, options.max_samples)
         if not contents:
             raise ExportError(f"the captured requests in {options.samples} hold no picture files; give those of other clients")
-        note = traffic.text
         images = [_read_picture(f"captured picture {number}", BytesIO(file)) for number, file in enumerate(contents)]
     elif options.samples is not None:
         images = read_pictures(options.samples, options.max_samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import wave
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,25 +12,24 @@ import torch
 from torch import Tensor
 
 from halfserve.export.captured_samples import captured_arrays, captured_files
-from halfserve.export.certificate.certificate import SampledTraffic
 from halfserve.export.export_errors import ExportError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.verification.samples import UNNAMED, read_array_file
-from halfserve.protos.captured_traffic import is_capture
+from halfserve.protos.captured_requests import SampledTraffic, is_capture
 
 
-def array_samples(path: Path, count: int) -> Samples:
-    """Return samples from an .npz or .npy file (see `read_arrays`), or captured requests of the commonest shape in a folder.
+def array_samples(path: Path, count: int, padding: Mapping[str, int] | None = None) -> Samples:
+    """Return samples from an .npz or .npy file (see `read_arrays`), or captured requests in a folder (see `captured_arrays`).
 
     Raises:
         ExportError: They cannot be read, or are texts or files.
     """
     if not path.is_dir():
         return Samples(inputs=read_arrays(path, count), labels=None)
-    arrays, traffic = captured_arrays(path, count)
-    inputs = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
-    return Samples(inputs=inputs, labels=None, note=traffic.text, traffic=traffic)
+    arrays, traffic = captured_arrays(path, count, padding)
+    inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return Samples(inputs=inputs, labels=None, traffic=traffic)
 
 
 def read_arrays(path: Path, count: int) -> Tensor | dict[str, Tensor]:
@@ -59,7 +59,8 @@ def read_arrays(path: Path, count: int) -> Tensor | dict[str, Tensor]:
 
 
 def read_sentences(path: Path, count: int) -> tuple[list[str], SampledTraffic | None]:
-    """Return the first lines of a text file, empty ones left out; or the texts of captured requests in a folder.
+    """Return the first lines of a text file, empty ones left out; or the texts of captured requests in a folder,
+    none where they hold tensors.
 
     Raises:
         ExportError: It cannot be read, is not UTF-8, or has no text.

@@ -8,16 +8,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from halfserve.export.captured_samples import captured_arrays, captured_files
-from halfserve.export.certificate.certificate import SampledTraffic
 from halfserve.export.export_errors import ExportError
 from halfserve.export.samples import Samples
-from halfserve.export.sources.sample_files import read_sentences
+from halfserve.export.sources.sample_files import array_samples, read_sentences
 from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.to_onnx.capture import one_line
+from halfserve.protos.captured_requests import SampledTraffic
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -95,27 +93,19 @@ def text_samples(
         ExportError: The user's samples cannot be read.
     """
     is_masked = MASK in tokenizer.model_input_names
-    samples = _captured(tokenizer, options) or _tokenized(tokenizer, config, options, pairs=pairs, is_masked=is_masked)
+    texts, note, traffic = _texts(options)
+    if texts or options.samples is None:
+        inputs = _tokenized(tokenizer, config, texts, pairs=pairs, is_masked=is_masked)
+        samples = Samples(inputs=inputs, labels=None, note=note, traffic=traffic)
+    else:
+        names = [name for name in TOKENS if name in tokenizer.model_input_names]
+        samples = array_samples(options.samples, options.max_samples, padding_values(tokenizer, names))
     return samples, {name: {1: "length"} for name in samples.inputs} if is_masked else {}
 
 
-def _captured(tokenizer: PreTrainedTokenizerFast, options: SourceOptions) -> Samples | None:
-    """Return the tokens in captured requests; None if no folder of requests is given, or they hold texts."""
-    names = [name for name in TOKENS if name in tokenizer.model_input_names]
-    folder = options.samples
-    if folder is None or not folder.is_dir():
-        return None
-    if captured_files(folder, options.max_samples)[0]:
-        return None
-    arrays, traffic = captured_arrays(folder, options.max_samples, padding_values(tokenizer, names))
-    inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return Samples(inputs=inputs, labels=None, note=traffic.text, traffic=traffic)
-
-
 def _tokenized(
-    tokenizer: PreTrainedTokenizerFast, config: PretrainedConfig, options: SourceOptions, *, pairs: bool, is_masked: bool
-) -> Samples:
-    texts, note, traffic = _texts(options)
+    tokenizer: PreTrainedTokenizerFast, config: PretrainedConfig, texts: Sequence[str], *, pairs: bool, is_masked: bool
+) -> dict[str, Tensor]:
     settings = config.get_text_config()
     places = min(tokenizer.model_max_length, getattr(settings, "max_position_embeddings", LONGEST))
     second = [*texts[1:], texts[0]] if pairs else None
@@ -127,8 +117,7 @@ def _tokenized(
         max_length=min(places, LONGEST) if is_masked else places,
         return_tensors="pt",
     )
-    inputs = {name: encoded[name] for name in TOKENS if name in encoded}
-    return Samples(inputs=inputs, labels=None, note=note, traffic=traffic)
+    return {name: encoded[name] for name in TOKENS if name in encoded}
 
 
 def served_tokenizer(
@@ -188,7 +177,7 @@ def _texts(options: SourceOptions) -> tuple[Sequence[str], str, SampledTraffic |
         shipped = files("halfserve.export.tasks").joinpath("sentences.txt").read_text("utf-8").splitlines()
         return shipped, SHIPPED_TEXT, None
     texts, traffic = read_sentences(options.samples, options.max_samples)
-    return texts, "" if traffic is None else traffic.text, traffic
+    return texts, "", traffic
 
 
 def padding_values(tokenizer: PreTrainedTokenizerFast, inputs: Iterable[str]) -> dict[str, int]:

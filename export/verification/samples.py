@@ -13,8 +13,8 @@ import onnx
 from onnx import TensorProto, helper
 
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.certificate.certificate import SampledTraffic
 from halfserve.export.export_errors import ExportError
+from halfserve.protos.captured_requests import SampledTraffic
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -155,7 +155,7 @@ class SampleSet:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return (self.note,) if self.note else ()
+        return tuple(filter(None, (self.note, self.traffic and self.traffic.text)))
 
 
 def make_feeds(wanted: Sequence[Input], given: Inputs, batch_size: int) -> Feeds:

@@ -15,7 +15,7 @@ import onnx
 import onnxruntime
 
 from halfserve.export.certificate.budget import Budget, usual_budgets
-from halfserve.export.certificate.certificate import Certificate, SampledTraffic
+from halfserve.export.certificate.certificate import Certificate
 from halfserve.export.certificate.embed import graph_sha256
 from halfserve.export.certificate.verdicts import Accuracy, PrecisionVerdict, Risk
 from halfserve.export.conversion_settings import PipelineSettings
@@ -39,6 +39,7 @@ from halfserve.export.verification.remedies import exceeded
 from halfserve.export.verification.samples import Array, Inputs, Value, Values, as_array, inputs_of, make_feeds, require_finite
 from halfserve.export.verification.sandbox import RunResult, Sandbox
 from halfserve.export.verification.ties import judge_results
+from halfserve.protos.captured_requests import SampledTraffic
 
 if TYPE_CHECKING:
     from torch import nn

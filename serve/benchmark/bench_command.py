@@ -20,17 +20,17 @@ import typer
 
 from halfserve.files.atomic_files import checked_output
 from halfserve.option_groups import takes_option_groups
-from halfserve.protos.captured_traffic import CapturedTraffic
+from halfserve.protos.captured_requests import CapturedRequestsError, CapturedTraffic, read_traffic
 from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
 from halfserve.serve.benchmark.benchmark_report import BenchmarkReport, write_csv, write_json, write_percentiles
 from halfserve.serve.benchmark.campaign import Campaign, carry_out, default_processes
-from halfserve.serve.benchmark.captured_load import read_captured, replay
+from halfserve.serve.benchmark.captured_load import replay
 from halfserve.serve.benchmark.level import Load, parse_concurrencies, parse_rates
 from halfserve.serve.benchmark.load.calls import MAX_CONNECTIONS
 from halfserve.serve.benchmark.load.spec import Arrivals
 from halfserve.serve.benchmark.load_target import RequestSettings
 from halfserve.serve.benchmark.measurement import Goal, Measurement
-from halfserve.serve.benchmark.request_inputs import parse_parameters, parse_shapes
+from halfserve.serve.benchmark.request_inputs import MAX_BYTES, parse_parameters, parse_shapes
 from halfserve.serve.benchmark.tables import ProgressBar, tables
 from halfserve.serve.benchmark.text_target import TextEndpoint, grpc_address, parse_endpoint
 from halfserve.serve.client.channel_settings import CLUSTER
@@ -43,6 +43,7 @@ LARGEST = 1e8  # largest number of seconds or milliseconds; JSON and clocks cann
 DEFAULT_CONCURRENCIES = "1,2,4,8,16,32,64"
 DEFAULT_SECONDS = 2.0
 MADE_UP = ("random", "zeros")
+MAX_CAPTURED_ROWS = 10_000
 EXIT_CODES: dict[type[Exception], int] = {
     BenchmarkArgumentError: 2,
     InputArgumentError: 2,
@@ -212,8 +213,7 @@ class BenchArguments:
             "cluster://": self.address.startswith(CLUSTER),
             "all models but one": len(models) > 1,
         }
-        if wrong := [option for option, value in others.items() if value]:
-            raise BenchmarkArgumentError(f"--endpoint sends texts to one model of one server; leave {', '.join(wrong)} out")
+        _refuse_others("--endpoint sends texts to one model of one server", others)
         return parse_endpoint(self.endpoint, self.address, self.texts)
 
     def _captured(self, models: Sequence[str]) -> CapturedTraffic | None:
@@ -223,13 +223,20 @@ class BenchArguments:
             if self.replay is not None:
                 raise BenchmarkArgumentError("--replay sends captured requests; expected their folder as --data FOLDER")
             return None
-        others = {"--input": self.inputs, "--shape": self.shape, "--batch-size": self.batch_size != "1"}
-        if len(models) > 1 or any(others.values()):
-            wrong = next((option for option, value in others.items() if value), "all models but one")
-            raise BenchmarkArgumentError(f"--data {folder}: captured requests of one model go as they are; leave {wrong} out")
-        if self.replay is not None and (self.until_stable or self.max_latency_ms is not None):
-            raise BenchmarkArgumentError("--replay has its own load and length; leave --until-stable and --max-latency-ms out")
-        return read_captured(folder, models[0])
+        others = {
+            "--input": self.inputs,
+            "--shape": self.shape,
+            "--batch-size": self.batch_size != "1",
+            "all models but one": len(models) > 1,
+        }
+        _refuse_others(f"--data {folder}: captured requests of one model go as they are", others)
+        if self.replay is not None:
+            searches = {"--until-stable": self.until_stable, "--max-latency-ms": self.max_latency_ms}
+            _refuse_others("--replay has its own load and length", searches)
+        try:
+            return read_traffic(folder, models[0], most_rows=MAX_CAPTURED_ROWS, most_bytes=MAX_BYTES)
+        except CapturedRequestsError as error:
+            raise BenchmarkArgumentError(f"--data {error}") from None
 
     def _loads(self, captured: CapturedTraffic | None) -> list[Load]:
         if sum(option is not None for option in (self.concurrency, self.rate, self.replay)) > 1:
@@ -302,6 +309,11 @@ def command_line(arguments: Sequence[str]) -> str:
         for before, argument in pairwise(["", *arguments])
     ]
     return shlex.join(["halfserve", *(re.sub(r"(?s)^(--header=[^:]*:).*", r"\1...", argument) for argument in shown)])
+
+
+def _refuse_others(reason: str, others: Mapping[str, object]) -> None:
+    if wrong := [option for option, value in others.items() if value]:
+        raise BenchmarkArgumentError(f"{reason}; leave {', '.join(wrong)} out")
 
 
 def _against(text: str, address: str) -> tuple[str, str, str]:

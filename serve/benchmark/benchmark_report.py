@@ -2,13 +2,10 @@
 
 bench.json holds one object:
 
-- "model", "version", "address"; "provider": the execution provider, null if the server does not say; "notes": sizes that
-  bench chose, and other changes of the requests
+- "model", "version", "address"; "provider": the execution provider, null if the server does not say; "notes": captured
+  requests that were sent, sizes that bench chose, and other changes of the requests
 - "batch_size": rows per request of the first level; "date": ISO 8601, UTC; "command"
 - "machine": {"platform", "cpus", "python"} of the load generator
-- "capture": of captured requests, {"folder", "model", "captured": their number, "sent": different ones that were sent,
-  "misfits": of another signature, "refused": by the server when they were captured, "first", "last": arrivals, ISO 8601, UTC};
-  null for other requests
 - "goal", "best": for a search, the latency limit, and the index in "levels" of the highest load that met it; else null
 - "levels": one per load, in the order measured:
     - "concurrency": requests in flight, or "rate": requests per second; the other is null. "speed": of a replay of captured
@@ -31,8 +28,9 @@ bench.json holds one object:
   "mean_batch_size", "errors", "rounds": [level]
 - "differences": one object per target after the first: "name"; "requests": number of requests that both were asked once;
   "differing": those whose answers differ; "failed": those that only one side answered; "outputs": [{"output", "max_abs",
-  "scaled": the error over the answer's largest value, "mismatched", "agreement", "differing": answers, "class_changes": rows
-  with another argmax, null without classes}]; "not_compared": outputs that only one side has
+  "scaled": the error over the answer's largest value, "mismatched", "differing": answers, "rows" with classes, "class_changes":
+  those with another argmax, "agreement": the others' share, null without classes}]; "not_compared": outputs that only one side
+  has
 
 Where the server keeps no statistics, or was restarted during a load, its figures are null.
 """
@@ -52,7 +50,6 @@ from pathlib import Path
 from typing import Any
 
 from halfserve.files.atomic_files import atomic_file
-from halfserve.serve.benchmark.captured_load import CapturedMessages
 from halfserve.serve.benchmark.comparison import ComparedLevel, Differences
 from halfserve.serve.benchmark.level import Level
 from halfserve.serve.benchmark.load.spec import LatencyHistogram
@@ -69,12 +66,11 @@ class BenchmarkReport:
         address: address of the server.
         provider: execution provider of the model, such as "CUDAExecutionProvider"; None if the server does not say.
         command: command line.
-        notes: sizes that were chosen, and other changes of the requests, a line each.
+        notes: captured requests that were sent, sizes that were chosen, and other changes of the requests, a line each.
         levels: one level per load, in the order measured; for a comparison, those of the first target's first round.
         goal: latency limit of a search; None without one.
         comparison: results of the compared load targets; empty without a comparison.
         differences: differences between their answers.
-        captured: captured requests that were sent; None for others.
         date: time of the measurement, in UTC.
     """
 
@@ -88,7 +84,6 @@ class BenchmarkReport:
     goal: Goal | None = None
     comparison: Sequence[ComparedLevel] = ()
     differences: Sequence[Differences] = ()
-    captured: CapturedMessages | None = None
     date: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @property
@@ -115,7 +110,6 @@ class BenchmarkReport:
             "command": self.command,
             "notes": list(self.notes),
             "machine": {"platform": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()},
-            "capture": self.captured and self.captured.to_json(),
             "goal": self.goal and {"percent": self.goal.percent, "max_ms": self.goal.max_ms},
             "best": None if best is None else list(self.levels).index(best),
             "levels": [level.to_json() for level in self.levels],

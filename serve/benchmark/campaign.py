@@ -115,9 +115,9 @@ def _compared(campaign: Campaign, progress: ProgressBar) -> tuple[BenchmarkRepor
         ending: Ending = None
         try:
             first, *others = targets
-            most = MAX_REQUESTS if first.captured is None else len(first.plain_requests)
+            asked = first.plain_requests[: MAX_REQUESTS if options.captured is None else None]
             found = [
-                differences(name, first.client, first.plain_requests, other.client, other.plain_requests, most=most)
+                differences(name, first.client, asked, other.client, other.plain_requests)
                 for name, other in zip(names[1:], others, strict=True)
             ]
             report = replace(report, differences=found)
@@ -161,7 +161,6 @@ def _report(campaign: Campaign, target: LoadTarget | TextTarget) -> BenchmarkRep
         version="+".join(target.versions[model] for model in campaign.models),
         address=campaign.address if campaign.endpoint is None else campaign.endpoint.url + campaign.endpoint.path,
         provider=target.provider,
-        captured=target.captured if isinstance(target, LoadTarget) else None,
         command=campaign.command,
         notes=target.notes,
         goal=campaign.goal,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -114,18 +113,48 @@ def compared(name: str, levels: Sequence[Level], base: Sequence[Level]) -> Compa
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Difference:
-    """Differences in one output, over all requests compared."""
+    """Differences in one output, over all requests compared; the answers are not kept."""
 
     output: str  # name of the output
-    max_abs: float  # largest absolute difference of two elements
+    max_abs: float = 0.0  # largest absolute difference of two elements
     # max_abs divided by the largest magnitude in the reference's answer to the same request; the maximum over requests.
-    scaled: float
-    mismatched: int  # elements that are finite on one side only, and differing elements that are not numbers
-    agreement: float | None  # fraction of rows [..., classes] with the same argmax; None for outputs without classes
-    class_changes: int | None = None  # rows with another argmax; None for outputs without classes
+    scaled: float = 0.0
+    mismatched: int = 0  # elements that are finite on one side only, and differing elements that are not numbers
+    rows: int = 0  # rows [..., classes] that were compared
+    class_changes: int = 0  # rows with another argmax
     differing: int = 0  # requests whose answers differ in this output
+
+    @property
+    def agreement(self) -> float | None:
+        """Fraction of rows with the same argmax; None for outputs without classes."""
+        return 1 - self.class_changes / self.rows if self.rows else None
+
+    def add(self, ours: Array, theirs: Array) -> bool:
+        """Compare two answers of one shape; return whether they differ."""
+        if not (_has_numbers(ours) and _has_numbers(theirs)):
+            mismatched = int((ours != theirs).sum())
+            differs = mismatched > 0
+        else:
+            a, b = ours.astype(np.float64), theirs.astype(np.float64)
+            finite = np.isfinite(a) & np.isfinite(b)
+            mismatched = int((np.isfinite(a) != np.isfinite(b)).sum())
+            differs = not np.array_equal(a, b, equal_nan=True)
+            if finite.any():
+                largest = float(np.abs(a[finite] - b[finite]).max())
+                self.max_abs = max(self.max_abs, largest)
+                self.scaled = max(self.scaled, largest / max(float(np.abs(b[finite]).max()), SMALLEST))
+            if a.ndim >= 2 and a.shape[-1] > 1 and a.size:  # empty if a detector found nothing
+                changes = a.argmax(-1) != b.argmax(-1)
+                self.rows += changes.size
+                self.class_changes += int(changes.sum())
+        self.mismatched += mismatched
+        self.differing += differs
+        return differs
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "agreement": self.agreement}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +170,7 @@ class Differences:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of bench.json's "differences"; see serve/benchmark/benchmark_report.py."""
-        return {**vars(self), "outputs": [vars(one) for one in self.outputs], "not_compared": list(self.not_compared)}
+        return {**vars(self), "outputs": [one.to_json() for one in self.outputs], "not_compared": list(self.not_compared)}
 
 
 def differences(
@@ -150,21 +179,19 @@ def differences(
     requests: Sequence[ModelInferRequest],
     reference: Client,
     reference_requests: Sequence[ModelInferRequest],
-    *,
-    most: int = MAX_REQUESTS,
 ) -> Differences:
     """Send the same inputs to two models and compare the answers; the reference's requests have them in its own datatypes.
 
-    `name` is that of the load target with the reference. At most `most` requests are sent. A request with an id is compared
-    with that of the same id, others with that of the same place.
+    `name` is that of the load target with the reference. A request with an id is compared with that of the same id, others with
+    that of the same place.
 
     Raises:
         ClientError: a target cannot be reached, or no request was answered by both.
     """
-    tallies: dict[str, _OutputTally] = {}
+    found: dict[str, Difference] = {}
     alone: set[str] = set()
     asked = differing = failed = 0
-    for ours, theirs in islice(_pairs(requests, reference_requests), most):
+    for ours, theirs in _pairs(requests, reference_requests):
         first, second = _answered(client, ours), _answered(reference, theirs)
         asked += 1
         if first is None or second is None:
@@ -172,16 +199,16 @@ def differences(
             differing += first is not second
             continue
         unlike = {output for output in first.keys() | second.keys() if not _have_one_shape(output, first, second)}
-        compared = sorted(first.keys() - unlike)
-        differs = [tallies.setdefault(output, _OutputTally()).add(first[output], second[output]) for output in compared]
+        compared = [found.setdefault(output, Difference(output=output)) for output in sorted(first.keys() - unlike)]
+        differs = [one.add(first[one.output], second[one.output]) for one in compared]
         differing += bool(unlike) or any(differs)
         alone |= unlike
-    if not tallies and not alone and asked:
+    if not found and not alone and asked:
         client.infer_message(requests[0])  # raises the error
         reference.infer_message(reference_requests[0])
     return Differences(
         name=name,
-        outputs=[tally.result(output) for output, tally in sorted(tallies.items())],
+        outputs=[one for _, one in sorted(found.items())],
         not_compared=sorted(alone),
         requests=asked,
         differing=differing,
@@ -214,46 +241,3 @@ def _have_one_shape(output: str, first: Mapping[str, Array], second: Mapping[str
 
 def _has_numbers(array: Array) -> bool:
     return array.dtype.kind in "fiub" or array.dtype.name == "bfloat16"
-
-
-class _OutputTally:
-    """Collects the differences in one output, without keeping the answers."""
-
-    def __init__(self) -> None:
-        self._max_abs = self._scaled = 0.0
-        self._mismatched = self._differing = self._changed = 0
-        self._agreements: list[float] = []
-
-    def add(self, ours: Array, theirs: Array) -> bool:
-        """Compare two answers of one shape; return whether they differ."""
-        if not (_has_numbers(ours) and _has_numbers(theirs)):
-            mismatched = int((ours != theirs).sum())
-            differs = mismatched > 0
-        else:
-            a, b = ours.astype(np.float64), theirs.astype(np.float64)
-            finite = np.isfinite(a) & np.isfinite(b)
-            mismatched = int((np.isfinite(a) != np.isfinite(b)).sum())
-            differs = not np.array_equal(a, b, equal_nan=True)
-            if finite.any():
-                largest = float(np.abs(a[finite] - b[finite]).max())
-                self._max_abs = max(self._max_abs, largest)
-                self._scaled = max(self._scaled, largest / max(float(np.abs(b[finite]).max()), SMALLEST))
-            if a.ndim >= 2 and a.shape[-1] > 1 and a.size:  # empty if a detector found nothing
-                same = a.argmax(-1) == b.argmax(-1)
-                self._changed += int((~same).sum())
-                self._agreements.append(float(same.mean()))
-        self._mismatched += mismatched
-        self._differing += differs
-        return differs
-
-    def result(self, output: str) -> Difference:
-        agreements = self._agreements
-        return Difference(
-            output=output,
-            max_abs=self._max_abs,
-            scaled=self._scaled,
-            mismatched=self._mismatched,
-            agreement=sum(agreements) / len(agreements) if agreements else None,
-            class_changes=self._changed if agreements else None,
-            differing=self._differing,
-        )

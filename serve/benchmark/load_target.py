@@ -14,12 +14,12 @@ from typing import Any, Literal, Self, TypeAlias
 import numpy as np
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.protos.captured_traffic import CapturedTraffic
+from halfserve.protos.captured_requests import CapturedTraffic
 from halfserve.protos.cluster_pb2 import Directory, Member
 from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
-from halfserve.serve.benchmark.captured_load import CapturedMessages, captured_messages
+from halfserve.serve.benchmark.captured_load import captured_messages
 from halfserve.serve.benchmark.free_sizes import choices, declared_shapes, refused_text
 from halfserve.serve.benchmark.level import ServerTotals
 from halfserve.serve.benchmark.load.load_generator import LoadGenerator
@@ -162,7 +162,7 @@ class LoadTarget:
         self.notes: list[str] = []  # one line for each change made to the given inputs
         self.chosen_shapes: dict[str, Sequence[int]] = {}  # shapes by input that no option gave
         self.plain_requests: Sequence[ModelInferRequest] = []  # requests to the first model with their tensors in the message
-        self.captured: CapturedMessages | None = None  # what was made of captured requests
+        self.rows: float = options.batch_size  # mean number of rows per request
         self._names: set[str] = set()  # names of the models, in requests and in the server's own metadata
         self._options = options
         self._stack = ExitStack()
@@ -181,8 +181,7 @@ class LoadTarget:
 
     @property
     def bench(self) -> Bench:
-        rows = self._options.batch_size if self.captured is None else self.captured.rows
-        return Bench(generator=self.generator, read_totals=self.totals, batch_size=rows, models=self.models)
+        return Bench(generator=self.generator, read_totals=self.totals, batch_size=self.rows, models=self.models)
 
     def totals(self) -> ServerTotals | None:
         """Return the server's counters for these models; None if the server keeps none."""
@@ -229,11 +228,11 @@ class LoadTarget:
         self.provider = self.provider or provider_of(config)
         if options.captured is not None:
             optional = {tensor.name for tensor in config.input if tensor.optional}
-            self.captured = captured_messages(
+            messages, self.rows, sampled = captured_messages(
                 options.captured, metadata, names - optional, version=options.version, parameters=options.parameters
             )
-            self.notes.append(self.captured.text)
-            return self._tried(model, self.captured.messages, varies=True)
+            self.notes.append(sampled.text)
+            return self._tried(model, messages, varies=True)
         fitted, notes = fitted_inputs({k: v for k, v in options.given.items() if k in names}, metadata)
         self.notes += notes
         plan = RequestPlan(

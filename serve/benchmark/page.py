@@ -225,7 +225,7 @@ def page(report: BenchmarkReport) -> str:
         f"<h1>{escape(report.title)}</h1>",
         f"<p>{escape(report.address)}, {escape(facts['date'])}; load from {escape(measured_on)}</p>",
         f"<p><code>{escape(report.command)}</code></p>",
-        *([] if report.captured is None else [f"<p>{escape(report.captured.text)}</p>"]),
+        *(f"<p>{escape(note)}</p>" for note in report.notes),
         *(f'<p class="warning">{escape(line)}</p>' for line in report.doubts()),
         *(html_table(table) for table in tables(report)),
         *(f"<p>{escape(line)}</p>" for line in report.failures()),

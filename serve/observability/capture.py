@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from halfserve.protos.captured_requests import CapturedMessage
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
-from halfserve.serve.observability.capture_folder import CaptureFolder, EndedRequest
-from halfserve.serve.observability.inference_record import CapturedMessage, InferenceRecord
+from halfserve.serve.observability.capture_folder import CaptureFolder
+from halfserve.serve.observability.inference_record import InferenceRecord
 from halfserve.serve.observability.outbox import Outbox
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 SHARD_EVERY_S: Final = 30.0  # longest time that a request waits for its shard
 SHARD_BYTES: Final = 1 << 24  # a shard is written once its requests have this size
 MAX_WAITING_BYTES: Final = 1 << 26  # memory for captured requests that are not yet on the disk
-MAX_WAITING: Final = 8192
+LEAST_BYTES: Final = 1 << 13  # what each request counts for at least; the outbox has room for as many as the bound allows
 CLOSE_S: Final = 10.0  # seconds that writing the last shards may take
 NEVER: Final = 2**61
 
@@ -44,26 +45,16 @@ class Capture:
         self._shares: dict[tuple[str, int], float] = {}
         self._core = core
         self._taken_bytes = 0
-        self._overflows = self._skipped = 0
+        self._dropped = 0
         self._unwritten = 0  # bytes that were put into the outbox since it was last emptied early
         self._folder = written = CaptureFolder(folder, max_bytes)
-        self._outbox: Outbox[EndedRequest] = Outbox(written.write, name="capture", bound=MAX_WAITING, every_s=SHARD_EVERY_S)
+        self._outbox: Outbox[CapturedMessage] = Outbox(written.write, name="capture", every_s=SHARD_EVERY_S)
         figures = core.figures
         figures.counter("halfserve_captured_total", "Requests that were captured and are on the disk", lambda: written.captured)
         figures.counter(
-            "halfserve_capture_overflow_total",
-            "Requests that were not captured because too many waited for the disk",
-            lambda: self._overflows + self._outbox.dropped,
-        )
-        figures.counter(
-            "halfserve_capture_failed_total",
-            "Requests that were not captured because the disk could not be written",
-            lambda: written.failed,
-        )
-        figures.counter(
-            "halfserve_capture_skipped_total",
-            "Requests that could not be captured: on a CUDA device, large ones in shared memory, or malformed",
-            lambda: self._skipped + written.malformed,
+            "halfserve_capture_dropped_total",
+            "Requests that were chosen, but not captured: too many waited for the disk, it failed, or they cannot be captured",
+            lambda: self._dropped + written.dropped + self._outbox.dropped,
         )
         figures.gauge(
             "halfserve_capture_bytes",
@@ -98,27 +89,21 @@ class Capture:
 
         `copied` are the inputs that lie in shared memory; None if they cannot be copied.
         """
-        if copied is None:
-            self._skipped += 1
-            return
-        size = len(data) + sum([len(part) for part in copied if part is not None])
-        if self._taken_bytes - self._folder.freed_bytes + size > MAX_WAITING_BYTES:
-            self._overflows += 1
+        size = LEAST_BYTES + len(data) + sum([len(part) for part in copied or () if part is not None])
+        if copied is None or self._taken_bytes - self._folder.freed_bytes + size > MAX_WAITING_BYTES:
+            self._dropped += 1
             return
         self._taken_bytes += size
-        record.captured = CapturedMessage(data, copied, size)
+        model = record.model
+        record.captured = CapturedMessage(data, copied, size, model.name, model.version, time.time())
 
     def ended(self, record: InferenceRecord) -> None:
         """Pass a request on to the thread."""
         message, record.captured = record.captured, None
         if message is None:
             return
-        latency_ms = (record.ended_ns - record.arrived_ns) / 1e6
-        arrived_s, model = time.time() - latency_ms / 1e3, record.model
-        ended = EndedRequest(message, model.name, model.version, arrived_s, latency_ms, record.status)
-        if not self._outbox.put(ended):
-            self._taken_bytes -= message.size
-            return
+        message.latency_ms, message.status = (record.ended_ns - record.arrived_ns) / 1e6, record.status
+        self._outbox.put(message)
         self._unwritten += message.size
         if self._unwritten >= SHARD_BYTES:
             self._unwritten = 0

@@ -6,10 +6,11 @@ https://www.w3.org/TR/trace-context/
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from halfserve.protos.captured_requests import CapturedMessage
 from halfserve.serve.engine.errors import BackendError, InferenceError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_statistics import BatchTimes
@@ -84,15 +85,6 @@ class Caller:
         self.client = client
         self.is_rest = is_rest
         self.parent = parent_of(headers)
-
-
-@dataclass(frozen=True)
-class CapturedMessage:
-    """The message of a request that is captured; see `Capture`."""
-
-    data: bytes | memoryview  # serialized ModelInferRequest
-    copied: Sequence[bytes | None]  # bytes of the inputs in shared memory, None for those that are sent; empty if all are
-    size: int  # bytes of both
 
 
 class InferenceRecord:

@@ -69,18 +69,17 @@ class Outbox(Generic[T]):
         """Number of items that were refused for lack of room, or whose delivery failed."""
         return self._refused + self._lost
 
-    def put(self, item: T) -> bool:
-        """Send an item, and return True, unless too many wait."""
+    def put(self, item: T) -> None:
+        """Send an item, unless too many wait."""
         if self._closed or self._put - self._done >= self._bound:
             self._refused += 1
-            return False
+            return
         self._put += 1
         self._items.append(item)
         if len(self._items) >= MOST:
             self.hand_over()
         else:
             self.expect()
-        return True
 
     def expect(self) -> None:
         """Hand over the items that wait, and the items that `fill` puts, within `every_s`."""

@@ -1,166 +1,164 @@
-"""Shards of captured requests: what is written is read again, and anything else is refused in one line."""
+"""Captured requests: shards are read as they were written, anything else is refused, and those that fit a limit are chosen."""
 
 from __future__ import annotations
 
-import io
+import hashlib
 import json
 import zipfile
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
-from halfserve.protos.captured_requests import CapturedRequest, CapturedRequestsError, read_capture, write_shard
+from halfserve.protos.captured_requests import (
+    CapturedMessage,
+    CapturedRequestsError,
+    CapturedTraffic,
+    encode_shard,
+    is_capture,
+    read_capture,
+    read_traffic,
+)
 from halfserve.protos.datatypes import DATATYPES
+from halfserve.protos.inference_pb2 import ModelInferRequest
+from tests.captured import START_S, captured, write_capture
 
+X = np.zeros((1, 2), np.float32)
 TEXTS = np.array([[b"", b"one"], [b"\x00\xff", "zwei Wörter".encode()]], object)
+PARAMETERS = {"priority": 2, "user": "x", "flag": True, "share": 0.5}
 
 
-def tensor(datatype: str) -> np.ndarray[Any, Any]:
-    """Return a tensor of shape [2, 2]."""
-    if datatype == "BYTES":
-        return TEXTS
-    dtype = (
-        np.dtype(ml_dtypes.bfloat16) if datatype == "BF16" else np.dtype(next(d.numpy for d in DATATYPES if d.wire == datatype))
-    )
-    return np.array([[0, 1], [2, 3]]).astype(dtype)
-
-
-def request(time_s: float = 1.5, model: str = "m", **inputs: Any) -> CapturedRequest:
-    """Return a request whose inputs have the given datatypes."""
-    return CapturedRequest(
-        time_s=time_s,
-        model=model,
-        version=3,
-        request_id="é",
-        latency_ms=0.25,
-        status="OK",
-        parameters={"priority": 2, "user": "x", "flag": True, "share": 0.5},
-        inputs={name: tensor(datatype) for name, datatype in inputs.items()},
-        datatypes=inputs,
-    )
-
-
-def capture(folder: Path, *requests: CapturedRequest, number: int = 1) -> Path:
-    model = requests[0].model
-    (folder / model).mkdir(exist_ok=True)
-    path = folder / model / f"{number:06d}.npz"
-    write_shard(path, model, requests)
-    return path
+def eight(folder: Path, model: str = "") -> CapturedTraffic:
+    """Read at most the bytes of eight requests."""
+    return read_traffic(folder, model, most_rows=1000, most_bytes=8 * X.nbytes)
 
 
 def test_every_datatype_is_read_as_it_was_written(tmp_path: Path) -> None:
-    datatypes: dict[str, Any] = {f"in/{row.wire}": row.wire for row in DATATYPES}
-    written = request(**datatypes)
-    path = capture(tmp_path, written)
-    for place in (tmp_path, path.parent, path):
+    numbers = np.array([[0, 1], [2, 3]])
+    inputs = {f"in/{row.wire}": TEXTS if row.wire == "BYTES" else numbers.astype(row.array_dtype) for row in DATATYPES}
+    inputs |= {"scalar": np.array(2, np.float32), "empty": np.zeros((2, 0), np.float32)}
+    write_capture(tmp_path, captured(inputs, 1.5, request_id="é", parameters=PARAMETERS, version=3))
+    for place in (tmp_path, tmp_path / "scores"):
         (read,) = read_capture(place)
-        assert {**vars(read), "inputs": 0} == {**vars(written), "inputs": 0}
-        for name, array in written.inputs.items():
+        assert (read.time_s, read.model, read.version, read.request_id) == (START_S + 1.5, "scores", 3, "é")
+        assert (read.latency_ms, read.status, read.parameters) == (1.0, "OK", PARAMETERS)
+        assert read.datatypes["in/BF16"] == "BF16"
+        assert read.inputs.keys() == inputs.keys()
+        for name, array in inputs.items():
             assert read.inputs[name].dtype == array.dtype
-            np.testing.assert_array_equal(read.inputs[name], array)
-    assert path.stat().st_mode & 0o777 == 0o600
-    with np.load(path, allow_pickle=False) as arrays:
+            np.testing.assert_array_equal(read.inputs[name], array, strict=True)
+    with np.load(tmp_path / "scores" / "000001.npz", allow_pickle=False) as arrays:
         assert json.loads(arrays["index"].tobytes())["schema"] == 1
         assert arrays["0/in/BF16"].dtype == np.uint16
         assert arrays["0/in/BYTES"].tobytes()[4:11] == b"\x03\0\0\0one"
 
 
-def test_scalars_and_empty_tensors_keep_their_shapes(tmp_path: Path) -> None:
-    arrays = {
-        "scalar": np.float32(2).reshape(()),
-        "empty": np.zeros((2, 0), np.float32),
-        "row": np.arange(6.0, dtype="f4")[::2],
+def test_typed_contents_and_copied_inputs_are_read_as_raw_ones(tmp_path: Path) -> None:
+    message = ModelInferRequest()
+    message.inputs.add(name="t", datatype="BYTES", shape=[2]).contents.bytes_contents.extend([b"", b"one"])
+    message.inputs.add(name="i", datatype="INT8", shape=[2, 1]).contents.int_contents.extend([-1, 2])
+    message.inputs.add(name="b", datatype="BOOL", shape=[2])
+    copied = [None, None, b"\x02\x00"]
+    shard, _ = encode_shard([CapturedMessage(message.SerializeToString(), copied, 0, "m", 1, 0)])
+    (tmp_path / "1.npz").write_bytes(shard)
+    (read,) = read_capture(tmp_path)
+    assert {name: array.tolist() for name, array in read.inputs.items()} == {
+        "t": [b"", b"one"],
+        "i": [[-1], [2]],
+        "b": [True, False],
     }
-    written = CapturedRequest(**{**vars(request()), "inputs": arrays, "datatypes": dict.fromkeys(arrays, "FP32")})
-    (read,) = read_capture(capture(tmp_path, written))
-    assert {name: array.shape for name, array in read.inputs.items()} == {"scalar": (), "empty": (2, 0), "row": (3,)}
-    np.testing.assert_array_equal(read.inputs["row"], arrays["row"])
+
+
+def test_requests_whose_tensors_do_not_fit_are_left_out(tmp_path: Path) -> None:
+    wrong = ModelInferRequest(raw_input_contents=[b"\x09\0\0\0short"])
+    wrong.inputs.add(name="x", datatype="BYTES", shape=[1])
+    far = ModelInferRequest()
+    far.inputs.add(name="x", datatype="INT8", shape=[1]).contents.int_contents.append(300)
+    messages = [CapturedMessage(one.SerializeToString(), [], 0, "m", 1, 0) for one in (wrong, far)]
+    shard, count = encode_shard([*messages, captured({"x": X})])
+    (tmp_path / "1.npz").write_bytes(shard)
+    assert (count, len(read_capture(tmp_path))) == (1, 1)
 
 
 def test_requests_of_all_shards_come_in_the_order_of_their_times(tmp_path: Path) -> None:
-    capture(tmp_path, request(5, x="FP16"), request(1, x="FP16"), number=1)
-    capture(tmp_path, request(3, x="FP16"), number=12)
-    assert [found.time_s for found in read_capture(tmp_path)] == [1, 3, 5]
-    assert [found.time_s for found in read_capture(tmp_path, limit=2)] == [1, 3]
+    write_capture(tmp_path, *(captured({"x": X}, time_s) for time_s in (5, 1, 3)), shard=2)
+    assert [found.time_s - START_S for found in read_capture(tmp_path)] == [1, 3, 5]
 
 
-def test_the_model_is_named_where_a_capture_has_several(tmp_path: Path) -> None:
-    capture(tmp_path, request(model="a", x="FP16"))
-    capture(tmp_path, request(model="b", x="FP16"))
-    assert [found.model for found in read_capture(tmp_path, model="b")] == ["b"]
-    with pytest.raises(CapturedRequestsError, match=r"has requests of 'a', 'b', expected those of one model; name the model"):
-        read_capture(tmp_path)
-    with pytest.raises(CapturedRequestsError, match=r"no requests of model 'c', but of 'a', 'b'; name one of these"):
-        read_capture(tmp_path, model="c")
+def test_the_only_model_is_read_and_of_several_the_named_one(tmp_path: Path) -> None:
+    assert not is_capture(tmp_path)
+    write_capture(tmp_path, captured({"x": X}))
+    assert (is_capture(tmp_path), is_capture(tmp_path / "scores")) == (True, True)
+    assert len(eight(tmp_path, "other").requests) == 1
+    write_capture(tmp_path, captured({"x": X + 1}, model="other"), model="other")
+    assert [one.model for one in eight(tmp_path, "other").requests] == ["other"]
+    assert [one.model for one in eight(tmp_path / "scores").requests] == ["scores"]
+    for model in ("", "third"):
+        with pytest.raises(CapturedRequestsError, match="has requests of 'other', 'scores', expected those of one model; name"):
+            eight(tmp_path, model)
 
 
-def rewritten(path: Path, change: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> None:
-    with zipfile.ZipFile(path) as archive:
-        members = {member.filename: archive.read(member) for member in archive.infolist()}
-    with zipfile.ZipFile(path, "w", compression) as archive:
-        for name, content in {**members, **change}.items():
-            archive.writestr(name, content)
+def rewritten(path: Path, **change: np.ndarray[Any, Any]) -> None:
+    with np.load(path) as arrays:
+        content = {name: arrays[name] for name in arrays.files}
+    np.savez(path, **content | {name.replace("_", "/"): array for name, array in change.items()})
 
 
-def npy(array: np.ndarray[Any, Any]) -> bytes:
-    file = io.BytesIO()
-    np.lib.format.write_array(file, array)
-    return file.getvalue()
+def index(**change: Any) -> np.ndarray[Any, Any]:
+    return np.frombuffer(json.dumps({"schema": 1, "requests": [], **change}).encode(), np.uint8)
 
 
-def index(**changes: Any) -> dict[str, bytes]:
-    entry = {"time": 1, "id": "", "version": 1, "latency_ms": 1, "status": "OK", "parameters": {}}
-    entry["inputs"] = [{"name": "x", "datatype": "FP16", "shape": [2, 2]}]
-    content = {"schema": 1, "model": "m", "requests": [entry], **changes}
-    return {"index.npy": npy(np.frombuffer(json.dumps(content).encode(), np.uint8))}
-
-
-HUGE = npy(np.zeros((2, 2), np.float16)).replace(b"(2, 2)", b"(2, 9" + b"9" * 15 + b")")
 DAMAGES = {
-    "another schema": (index(schema=2), "has schema 2, expected 1; use the halfserve that wrote it"),
-    "no model": (index(model=None), "has None, expected a text"),
-    "an entry without fields": (index(requests=[{"time": 1}]), "KeyError"),
-    "entries that are none": (index(requests=[7]), "TypeError"),
-    "another datatype": ({"0/x.npy": npy(np.zeros((2, 2), np.float32))}, "Cannot cast"),
-    "another shape": ({"0/x.npy": npy(np.zeros(3, np.float16))}, "cannot reshape"),
-    "a pickle": ({"0/x.npy": npy(TEXTS)}, "Object arrays cannot be loaded"),
-    "an endless shape": ({"0/x.npy": HUGE}, ""),
-    "no JSON": ({"index.npy": npy(np.zeros(3, np.uint8))}, "JSONDecodeError"),
+    "another schema": ({"index": index(schema=2)}, "has schema 2, expected 1; use the halfserve that wrote it"),
+    "an entry without fields": ({"index": index(requests=[{"time": 1}])}, "KeyError"),
+    "entries that are none": ({"index": index(requests=[7])}, "AttributeError"),
+    "another shape": ({"0_x": np.zeros(3, np.float32)}, "cannot reshape"),
+    "a pickle": ({"0_x": TEXTS}, "Object arrays cannot be loaded"),
+    "no JSON": ({"index": np.zeros(3, np.uint8)}, "JSONDecodeError"),
 }
 
 
-@pytest.mark.parametrize("case", DAMAGES)
+@pytest.mark.parametrize("case", [*DAMAGES, "cut short"])
 def test_a_damaged_shard_is_refused(tmp_path: Path, case: str) -> None:
-    change, reason = DAMAGES[case]
-    path = capture(tmp_path, request(x="FP16"))
-    rewritten(path, change)
-    with pytest.raises(CapturedRequestsError, match=rf"000001\.npz: is not a whole shard .*{reason}.*; remove it"):
+    path = write_capture(tmp_path, captured({"x": X})) / "scores" / "000001.npz"
+    change, reason = DAMAGES.get(case, ({}, zipfile.BadZipFile.__name__))
+    if change:
+        rewritten(path, **change)
+    else:
+        path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(CapturedRequestsError, match=rf"000001\.npz: is not a whole shard .*{reason}.*; move it elsewhere"):
         read_capture(tmp_path)
-
-
-def test_arrays_that_could_expand_are_refused(tmp_path: Path) -> None:
-    path = capture(tmp_path, request(x="FP16"))
-    rewritten(path, {"more.npy": bytes(1 << 20)}, zipfile.ZIP_DEFLATED)
-    with pytest.raises(CapturedRequestsError, match="its arrays are compressed"):
-        read_capture(path)
-    path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(CapturedRequestsError, match="is not a whole shard"):
-        read_capture(path)
 
 
 def test_a_folder_without_shards_says_how_to_get_some(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     with pytest.raises(CapturedRequestsError, match=r"no captured requests, expected files such as .*halfserve serve"):
         read_capture(tmp_path)
-    with pytest.raises(CapturedRequestsError, match="cannot be read: No such file or directory; name a folder"):
+    with pytest.raises(CapturedRequestsError, match="cannot be read: No such file or directory"):
         read_capture(tmp_path / "missing")
 
 
-def test_a_shard_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    wrong = CapturedRequest(**{**vars(request(x="FP16")), "datatypes": {"x": "FP32"}})
-    with pytest.raises(ValueError, match="has a tensor of float16, expected float32 for FP32"):
-        write_shard(tmp_path / "000001.npz", "m", [request(x="FP16"), wrong])
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("shard", [1, 3, 7, 100])
+def test_requests_within_the_limits_are_spread_over_all(tmp_path: Path, shard: int) -> None:
+    write_capture(tmp_path, *(captured({"x": X + number}, float(number)) for number in range(50)), shard=shard)
+    for traffic in (eight(tmp_path), read_traffic(tmp_path, most_rows=8, most_bytes=10_000)):
+        assert [float(one.inputs["x"][0, 0]) for one in traffic.requests] == [0, 8, 16, 24, 32, 40, 48]
+        assert np.array_equal(traffic.times_s, START_S + np.arange(50))
+        sampled = traffic.sampled(6)
+        assert sampled.left_out == {"beyond the limit, spread over the time": 43, "that do not fit the model": 1}
+        assert (sampled.first_utc, sampled.last_utc) == ("2026-09-21T14:13:20+00:00", "2026-09-21T14:14:09+00:00")
+        paths = sorted((tmp_path / "scores").iterdir())
+        lines = "".join(hashlib.sha256(path.read_bytes()).hexdigest() + "\n" for path in paths)
+        assert (sampled.shards, sampled.shards_sha256) == (len(paths), hashlib.sha256(lines.encode()).hexdigest())
+
+
+def test_refused_requests_are_counted_and_left_out(tmp_path: Path) -> None:
+    late = captured({"x": X + 1}, 1.0, status="DEADLINE_EXCEEDED")
+    write_capture(tmp_path, captured({"x": X}, 2.0), captured({"x": X}, status="INVALID_ARGUMENT"), late)
+    traffic = eight(tmp_path)
+    assert [one.time_s - START_S for one in traffic.requests] == [1.0, 2.0]
+    assert traffic.sampled(2).left_out == {"that the server refused": 1}
+    write_capture(tmp_path, captured({"x": X}, status="NOT_FOUND"))
+    with pytest.raises(CapturedRequestsError, match="has no requests that the server took, and 1 that it refused"):
+        eight(tmp_path)

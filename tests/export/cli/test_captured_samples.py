@@ -13,13 +13,14 @@ import pytest
 import torch
 from PIL import Image
 
-from halfserve.export.certificate.certificate import SampledTraffic, read_certificate
+from halfserve.export.certificate.certificate import read_certificate
 from halfserve.export.certificate.embed import certificate_of
 from halfserve.export.export_errors import ExportError
 from halfserve.export.sources.picture_preparation import picture_samples
 from halfserve.export.sources.sample_files import array_samples, clip_samples, read_sentences
 from halfserve.export.sources.source_options import SourceOptions
 from halfserve.export.tasks.served_models import Preprocessing
+from halfserve.protos.captured_requests import SampledTraffic
 from tests.captured import captured, write_capture
 from tests.export.cli.commands import Outcome, Shell
 from tests.export.stored_models import both, in_one_file

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from halfserve import Client
-from halfserve.serve.benchmark import captured_load
+from halfserve.serve.benchmark import bench_command
 from tests.captured import captured, write_capture
 from tests.models import save_text
 from tests.serve.benchmark.test_bench_command import bench, figures
 from tests.serve.conftest import load_repository
+from tests.serve.http.tasks.small_picture_models import encoded, save_picture_model
 from tests.serve.running_server import RunningServer, running_server
 
 GRAPH = "(float[batch, width] x) => (float[batch, width] y) {{ y = {body} }}"
@@ -61,8 +62,7 @@ def test_captured_requests_are_sent_as_they_were_in_turn(
     assert (after[0] - before[0], after[1] - before[1]) == (1 + 8, 1 + 2 * 5)
     (level,) = found["levels"]
     assert (level["requests"], level["errors"], level["batch_size"]) == (8, 0, 1.25)
-    capture = found["capture"]
-    assert (capture["captured"], capture["sent"], capture["misfits"], capture["refused"]) == (6, 4, 1, 1)
+    assert "4 captured requests of scores version 1, " in found["notes"][0]
 
 
 def test_a_replay_has_the_captured_arrivals_at_each_speed(
@@ -76,8 +76,8 @@ def test_a_replay_has_the_captured_arrivals_at_each_speed(
     assert [(one["speed"], one["requests"], one["errors"]) for one in levels] == [(2, 5, 0), (4, 5, 0)]
     assert [one["rate"] for one in levels] == pytest.approx([5 / 0.15, 5 / 0.075], rel=1e-3)
     for place in (printed.err, page.read_text()):
-        assert "4 different ones of 6 captured of scores" in place
-        assert "1 of another signature; 1 refused when they were captured" in place
+        assert "4 captured requests of scores version 1, " in place
+        assert "left out: 1 that do not fit the model; 1 that the server refused" in place
 
 
 def test_a_replay_ends_at_the_time_or_number_given(
@@ -105,21 +105,32 @@ def test_the_answers_of_two_versions_are_compared(
     assert (output["differing"], output["class_changes"], output["mismatched"]) == (4, 0, 2)
 
 
+def test_captured_picture_files_are_sent_to_a_model_that_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_picture_model(tmp_path / "repository")
+    files = np.array([encoded("PNG"), encoded("JPEG")], object)
+    folder = write_capture(tmp_path / "captured", captured({"image": files}), captured({"image": files[:, None]}))
+    with running_server(lambda: load_repository(tmp_path / "repository")) as running:
+        found = figures(running, capsys, "net", "--data", str(folder), "--concurrency", "1", "--requests", "2")
+    assert (found["levels"][0]["requests"], found["levels"][0]["batch_size"]) == (2, 2)
+
+
 def test_a_folder_named_random_does_not_replace_random_inputs(
     server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(mixed(tmp_path / "random").parent)
     found = figures(server, capsys, "scores", "--shape", "x:3", "--concurrency", "1", "--requests", "2")
-    assert (found["capture"], found["levels"][0]["requests"]) == (None, 2)
+    assert (found["notes"], found["levels"][0]["requests"]) == ([], 2)
 
 
 def test_what_exceeds_the_memory_is_left_out_of_the_contents_alone(
     server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_load, "MAX_BYTES", 4 * ROW.nbytes)
+    monkeypatch.setattr(bench_command, "MAX_BYTES", 4 * ROW.nbytes)
     folder = write_capture(tmp_path, *[captured({"x": ROW + number}, 0.001 * number) for number in range(40)])
     found = figures(server, capsys, "scores", "--data", str(folder), "--replay", "1")
-    assert (found["capture"]["captured"], found["capture"]["sent"], found["levels"][0]["requests"]) == (40, 3, 40)
+    assert "3 captured requests of scores" in found["notes"][0]
+    assert "37 beyond the limit" in found["notes"][0]
+    assert found["levels"][0]["requests"] == 40
 
 
 @pytest.mark.parametrize(
@@ -134,13 +145,17 @@ def test_what_exceeds_the_memory_is_left_out_of_the_contents_alone(
         (["--data", "named"], 2, "they have the inputs z, and no 'x', which the model takes; nothing was sent"),
         (["--data", "empty"], 2, "has no captured requests"),
         (["--data", "damaged"], 2, "000001.npz: is not a whole shard of captured requests"),
-        (["--data", "several"], 2, "has no requests of model 'scores', but of 'a', 'b'"),
-        (["--data", "one", "--replay", "1"], 2, "has 1 requests within 0 s, expected two at different times at least"),
+        (["--data", "several"], 2, "has requests of 'a', 'b', expected those of one model; name its folder"),
+        (["--data", "one", "--replay", "1"], 2, "one has no two requests at different times; leave --replay out"),
         (["--data", "one", "--replay", "-1"], 2, "--replay -1: expected numbers above 0"),
         (["--replay", "1"], 2, "--replay sends captured requests; expected their folder as --data FOLDER"),
         (["--data", "one", "--shape", "x:3"], 2, "captured requests of one model go as they are; leave --shape out"),
         (["--data", "one", "--replay", "1", "--rate", "1"], 2, "--rate and --replay are kinds of load; expected one of them"),
-        (["--data", "one", "--replay", "1", "--until-stable"], 2, "leave --until-stable and --max-latency-ms out"),
+        (
+            ["--data", "one", "--replay", "1", "--until-stable"],
+            2,
+            "--replay has its own load and length; leave --until-stable out",
+        ),
     ],
 )
 def test_captures_that_cannot_be_sent_are_refused_in_one_line(

@@ -75,7 +75,7 @@ def test_a_comparison_fits_a_terminal() -> None:
 
 def test_a_comparison_of_long_names_keeps_them_whole() -> None:
     long = "digits_fp32@models.example.org:8001/minilm-reranker-v2"
-    difference = Difference(output="last_hidden_state", max_abs=0.5, scaled=0.01, mismatched=123456, agreement=1.0)
+    difference = Difference(output="last_hidden_state", max_abs=0.5, scaled=0.01, mismatched=123456, rows=1)
     differences = [Differences(name=long, outputs=[difference], not_compared=["pooler_output"])]
     made = report(level(1), comparison=comparison("digits", long), differences=differences)
     assert [broken_words(table) for table in tables(made)] == [[], []]
@@ -101,7 +101,7 @@ def test_doubts_of_all_rounds_appear_once() -> None:
 
 
 def compared() -> BenchmarkReport:
-    difference = Difference(output="y", max_abs=0.5, scaled=0.01, mismatched=0, agreement=1.0)
+    difference = Difference(output="y", max_abs=0.5, scaled=0.01, mismatched=0, rows=1)
     differences = [Differences(name="b<i>", outputs=[difference], not_compared=["z"])]
     return report(level(1), comparison=comparison("a", "b<i>"), differences=differences)
 
@@ -109,7 +109,7 @@ def compared() -> BenchmarkReport:
 def test_the_json_says_what_was_measured_where_and_how(tmp_path: Path) -> None:
     write_json(tmp_path / "bench.json", report(level()))
     figures = json.loads((tmp_path / "bench.json").read_text(), parse_constant=pytest.fail)
-    facts = ["model", "version", "address", "provider", "batch_size", "date", "command", "notes", "machine", "capture"]
+    facts = ["model", "version", "address", "provider", "batch_size", "date", "command", "notes", "machine"]
     assert list(figures) == [*facts, "goal", "best", "levels", "comparison", "differences"]
     assert (figures["model"], figures["version"], figures["batch_size"]) == ("mlp", "3", 2)
     assert abs(datetime.fromisoformat(figures["date"]) - datetime.now(UTC)) < timedelta(minutes=5)

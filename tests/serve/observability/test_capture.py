@@ -21,13 +21,13 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from halfserve.protos import inference_pb2 as pb
-from halfserve.protos.captured_requests import CapturedRequest, read_capture
+from halfserve.protos.captured_requests import CapturedMessage, CapturedRequest, read_capture
 from halfserve.protos.datatypes import DATATYPES
 from halfserve.serve.engine.errors import FailedPreconditionError
 from halfserve.serve.observability.capture import MAX_WAITING_BYTES
-from halfserve.serve.observability.capture_folder import MARKER, CaptureFolder, EndedRequest
-from halfserve.serve.observability.inference_record import CapturedMessage
+from halfserve.serve.observability.capture_folder import MARKER, CaptureFolder
 from halfserve.serve.observability.observe_options import ObserveOptions
+from tests.captured import START_S, captured
 from tests.models import save_mlp
 from tests.serve.conftest import load_repository
 from tests.serve.ensemble_folders import CHAIN, save_add, save_ensemble
@@ -96,7 +96,7 @@ def test_requests_are_captured_as_their_clients_sent_them(serving: Serving, tmp_
     (failed,) = read_capture(folder, model="picky")
     assert (failed.status, failed.inputs["i"].tolist()) == ("INTERNAL", [[7]])
     assert sorted(path.name for path in folder.iterdir()) == [MARKER, "echo_types", "mlp", "picky"]
-    assert {path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())} == {0o700, 0o600}
+    assert {path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))} == {0o700, 0o600}
     assert figure(server, "_bytes") == sum(path.stat().st_size for path in folder.glob("*/*.npz"))
 
 
@@ -155,7 +155,7 @@ def test_tensors_in_shared_memory_are_copied_before_the_answer(repository: Path,
             inputs = sent(huge)
             inputs[list(huge).index("in_FP32")].set_shared_memory("region", memory.size)
             client.infer("echo_types", inputs)
-        assert figure(server, "_skipped_total") == 1  # copying so much would hold up the event loop
+        assert figure(server, "_dropped_total") == 1  # copying so much would hold up the event loop
     finally:
         memory.close()
         memory.unlink()
@@ -192,17 +192,13 @@ def test_a_slow_disk_costs_captured_requests_and_no_answers(repository: Path, tm
         fcntl.flock(held, fcntl.LOCK_EX)  # as a process holds it that writes for long
         for _ in range(count):
             client.infer("echo_types", sent(large))
-        overflows = figure(server, "_overflow_total")
-    assert overflows == count - MAX_WAITING_BYTES // (size + 1)
-    assert figure(server, "d_total") == len(read_capture(tmp_path)) == count - overflows
+        dropped = figure(server, "_dropped_total")
+    assert dropped == count - MAX_WAITING_BYTES // (size + 1)
+    assert figure(server, "d_total") == len(read_capture(tmp_path)) == count - dropped
 
 
-def ended(value: float, model: str = "m", size: int = 8) -> EndedRequest:
-    request = pb.ModelInferRequest(model_name=model)
-    request.inputs.add(name="x", datatype="FP64", shape=[size // 8])
-    request.raw_input_contents.append(np.full(size // 8, value).tobytes())
-    data = request.SerializeToString()
-    return EndedRequest(CapturedMessage(data, [], len(data)), model, 1, value, 1.0, "OK")
+def ended(value: float, model: str = "m", size: int = 8) -> CapturedMessage:
+    return captured({"x": np.full(size // 8, value)}, value, model=model, size=size)
 
 
 def test_the_oldest_shards_of_all_processes_and_models_go(tmp_path: Path) -> None:
@@ -218,35 +214,27 @@ def test_the_oldest_shards_of_all_processes_and_models_go(tmp_path: Path) -> Non
         assert writers[number % 2].size == sum(sizes)
     assert not left.exists() or not left.stat().st_size
     assert sorted(path.name for path in tmp_path.glob("*/*.npz")) == [f"{number:06d}.npz" for number in range(6, 10)]
-    assert [read.time_s for read in read_capture(tmp_path, model="m")] == [5, 7, 8]
+    assert [read.time_s - START_S for read in read_capture(tmp_path, model="m")] == [5, 7, 8]
     writers[0].write([ended(9, size=2 * bound)])
-    assert (writers[0].malformed, writers[0].captured) == (1, 5)
+    assert (writers[0].dropped, writers[0].captured) == (1, 5)
     CaptureFolder(tmp_path, bound).write([ended(10)])  # a later start goes on counting
     assert (tmp_path / "m" / "000010.npz").exists()
 
 
 def test_a_disk_that_fails_is_named_once_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = CaptureFolder(tmp_path / "captured", 1 << 20, first_retry_s=0)
+    folder = CaptureFolder(tmp_path / "captured", 1 << 20)
     (tmp_path / "captured" / "m").write_text("in the way")
     with caplog.at_level(logging.WARNING):
         for number in range(3):
             folder.write([ended(number), ended(number)])
         (tmp_path / "captured" / "m").unlink()
         folder.write([ended(3)])
-    assert (folder.captured, folder.failed) == (1, 6)
-    assert folder.freed_bytes == 7 * ended(0).message.size
+    assert (folder.captured, folder.dropped) == (1, 6)
+    assert folder.freed_bytes == 7 * ended(0).size
     warnings = [record.message for record in caplog.records]
     assert len(warnings) == 2
     assert "File exists; they are answered, but not captured until it can be written" in warnings[0]
     assert warnings[1].endswith("again")
-
-
-def test_the_disk_is_left_alone_for_a_while_after_it_failed(tmp_path: Path) -> None:
-    folder = CaptureFolder(tmp_path, 1 << 20, first_retry_s=3600)
-    (tmp_path / "m").write_text("in the way")
-    folder.write([ended(0)])
-    folder.write([ended(1, model="other")])
-    assert (folder.captured, folder.failed) == (0, 2)
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
