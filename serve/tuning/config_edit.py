@@ -5,18 +5,16 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf import text_format
-from google.protobuf.message import Message
 
 from halfserve.files.atomic_files import atomic_file, write_and_sync
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.tuning import TuningError
 
-BACKUP = ".bak"
+PARAMETERS = "parameters"
 _TOKEN = re.compile(
     r"(?P<space>(?:\s|#[^\n]*|[,;])+)"
     r"|(?P<text>\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*')"
@@ -27,19 +25,11 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigEdit:
-    """New text for a config.pbtxt.
-
-    Attributes:
-        path: the file.
-        before: its present text; None if there is no file.
-        after: its new text.
-        loses_comments: whether the file is written in a form whose comments cannot be kept.
-    """
+    """New text for a config.pbtxt."""
 
     path: Path
-    before: str | None
+    before: str | None  # its present text; None if there is no file
     after: str
-    loses_comments: bool = False
 
     @property
     def diff(self) -> str:
@@ -53,88 +43,69 @@ class ConfigEdit:
         """Replace the file; return the path of the copy of the earlier one, which is beside it, or None if there was none.
 
         Raises:
-            TuningError: the file was changed meanwhile.
             OSError: the file or its copy cannot be written; the file stays as it was.
         """
-        if read_text(self.path) != self.before:
-            raise TuningError(f"{self.path}: was changed during the tuning; nothing was written, compare and run it again")
-        backup = None if self.before is None else _kept(self.path, self.before)
+        backup = None
+        if self.path.exists():
+            names = (self.path.with_name(f"{self.path.name}.bak{number or ''}") for number in itertools.count())
+            backup = next(name for name in names if not name.exists())
+            write_and_sync(backup, self.path.read_bytes())
         with atomic_file(self.path) as file:
             file.write(self.after.encode())
         return backup
 
 
-def read_text(path: Path) -> str | None:
-    """Return the text of a file as it is; None if there is none."""
-    return path.read_bytes().decode() if path.exists() else None
-
-
-def edited(path: Path, before: str | None, wanted: ModelConfig) -> ConfigEdit:
-    """Return the change of a valid config.pbtxt to a configuration: only what differs is written in another way."""
-    text = before or ""
-    after = _changed(text, wanted)
-    if _parsed(after) == wanted:
-        return ConfigEdit(path=path, before=before, after=after)
-    return ConfigEdit(path=path, before=before, after=text_format.MessageToString(wanted), loses_comments="#" in text)
+def edited(path: Path, wanted: ModelConfig) -> ConfigEdit:
+    """Return the change of a valid config.pbtxt to a configuration: only fields that differ are written in another way."""
+    before = path.read_bytes().decode() if path.exists() else None
+    after = _changed(before or "", wanted)
+    if _parsed(after) != wanted:
+        after = text_format.MessageToString(wanted)
+    return ConfigEdit(path=path, before=before, after=after)
 
 
 def _changed(text: str, wanted: ModelConfig) -> str:
-    """Replace the entries of a text that are not wanted by those of the same field that are missing."""
-    missing = list(_units(wanted))
-    pieces: list[str] = []
-    places: dict[str, int] = {}  # index of the piece after which the missing entries of a field belong
-    done = 0
+    """Replace the fields, and the elements of `parameters`, that are not as wanted; append those that are missing."""
+    old, missing = _parsed(text), ModelConfig()
+    missing.CopyFrom(wanted)
+    result, done = "", 0
     for name, start, end in _spans(text):
-        pieces.append(text[done:start])
-        units = list(_units(_parsed(text[start:end]) or ModelConfig()))
-        is_kept = bool(units) and all(unit in missing for unit in units)
-        if is_kept:
-            missing = [unit for unit in missing if unit not in units]
-        else:
-            places.setdefault(name, len(pieces))
-        pieces.append(text[start:end] if is_kept else "")
+        result += text[done:start]
         done = end
-    rest = text[done:]
-    for name in dict.fromkeys(name for name, _ in missing):
-        fresh = "\n".join(entry for field, entry in missing if field == name)
-        if name in places:
-            pieces[places.pop(name)] = fresh
+        new = ModelConfig()
+        if name == PARAMETERS:
+            entry = _parsed(text[start:end])
+            for key in entry.parameters:
+                if key in missing.parameters:
+                    new.parameters[key].CopyFrom(missing.parameters[key])
+                    del missing.parameters[key]
+            is_kept = entry == new
         else:
-            rest += ("\n" if (rest or pieces) and not rest.endswith("\n") else "") + fresh + "\n"
-    for index in places.values():  # nothing comes in place of these
-        after = pieces[index + 1] if index + 1 < len(pieces) else rest
-        if after.startswith("\n") and index + 1 < len(pieces):
-            pieces[index + 1] = after[1:]
-    return "".join(pieces) + rest
+            is_kept = getattr(old, name) == getattr(wanted, name)
+            if not is_kept:
+                new.MergeFrom(_only(missing, name))
+            missing.ClearField(name)
+        piece = text[start:end] if is_kept else text_format.MessageToString(new).strip()
+        result += piece
+        if not piece and text[end : end + 1] == "\n":
+            done += 1
+    result += text[done:]
+    appended = text_format.MessageToString(missing)
+    return result + ("\n" if appended and result and not result.endswith("\n") else "") + appended
 
 
-def _units(config: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of each field, and of each element of a repeated one."""
-    for field, value in config.ListFields():
-        one = ModelConfig()
-        if not field.is_repeated:
-            one.CopyFrom(config)
-            for other, _ in config.ListFields():
-                if other.name != field.name:
-                    one.ClearField(other.name)
-            yield field.name, text_format.MessageToString(one).strip()
-            continue
-        for element in value:
-            one.Clear()
-            if not isinstance(value, Mapping):
-                getattr(one, field.name).append(element)
-            elif isinstance(value[element], Message):
-                getattr(one, field.name)[element].CopyFrom(value[element])
-            else:
-                getattr(one, field.name)[element] = value[element]
-            yield field.name, text_format.MessageToString(one).strip()
+def _only(config: ModelConfig, name: str) -> ModelConfig:
+    """Return one field of a configuration."""
+    result = ModelConfig()
+    result.CopyFrom(config)
+    for field, _ in config.ListFields():
+        if field.name != name:
+            result.ClearField(field.name)
+    return result
 
 
-def _parsed(text: str) -> ModelConfig | None:
-    try:
-        return text_format.Parse(text, ModelConfig())
-    except text_format.ParseError:
-        return None
+def _parsed(text: str) -> ModelConfig:
+    return text_format.Parse(text, ModelConfig())
 
 
 def _spans(text: str) -> Iterator[tuple[str, int, int]]:
@@ -160,15 +131,3 @@ def _spans(text: str) -> Iterator[tuple[str, int, int]]:
         end = token.end()
     if is_value:
         yield name, start, end
-
-
-def _kept(path: Path, text: str) -> Path:
-    """Write a copy beside a file, under the first name that is free."""
-    for number in itertools.count(1):
-        backup = path.with_name(f"{path.name}{BACKUP}{number if number > 1 else ''}")
-        try:
-            write_and_sync(backup, text.encode())
-        except FileExistsError:
-            continue
-        return backup
-    raise AssertionError
