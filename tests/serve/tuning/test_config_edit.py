@@ -21,7 +21,8 @@ dynamic_batching {
 parameters { key: "halfserve.padding" value { string_value: "x[1]=0" } }
 parameters { key: "foo" value { string_value: "bar" } }  # foo
 parameters { key: "threads" value { string_value: "1" } }
-instance_group < count: 1 >; metric_tags { key: "a" value: "b" }"""
+metric_tags { key: "a" value: "b" }
+instance_group < count: 1 >"""
 
 
 def parsed(text: str) -> ModelConfig:
@@ -48,7 +49,6 @@ def test_only_changed_fields_are_written_in_another_way(path: Path) -> None:
     assert [line for line in removed if "#" in line] == ["-max_batch_size: 32  # rows"]
     for kept in (
         '# of the team\nname: "m" # its "name" { is kept\n',
-        "max_batch_size: 8  # rows\n",
         'input [ { name: "x # { no"',
         'parameters { key: "foo" value { string_value: "bar" } }  # foo\n',
         'metric_tags { key: "a" value: "b" }\n',
@@ -69,12 +69,21 @@ def test_missing_fields_are_added_at_the_end(path: Path, before: str | None) -> 
     assert ("# only" in edit.after) == ("# only" in (before or ""))
 
 
-def test_a_list_of_which_one_element_changes_keeps_comments_around_it(path: Path) -> None:
-    path.write_text('input [ { name: "x" }, # first\n { name: "y" } ]  # both\ninput { name: "a" } # last')
-    wanted = parsed('input { name: "x" } input { name: "z" }')
-    edit = edited(path, wanted)
-    assert parsed(edit.after) == wanted
-    assert "# both\n # last" in edit.after
+@pytest.mark.parametrize(
+    "before",
+    [
+        'input [ { name: "x" }, # first\n { name: "y" } ]  # both\ninput { name: "a" } # last',
+        'platform: "onnx" # a text over lines\n  "runtime"\nmax_batch_size: 1',
+        "name: 'a'; max_batch_size: 1 # two fields",
+        "max_batch_size: 0 # written, although it is the default",
+    ],
+)
+def test_every_form_of_a_file_becomes_what_is_wanted(path: Path, before: str) -> None:
+    path.write_text(before)
+    wanted = parsed(before)
+    wanted.max_batch_size = 4
+    wanted.input.add(name="z")
+    assert parsed(edited(path, wanted).after) == wanted
 
 
 def test_writing_keeps_every_earlier_file(path: Path) -> None:
