@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Protocol
 
-from halfserve.serve.tuning import TuningError
+from halfserve.serve.benchmark import BenchmarkError
 from halfserve.serve.tuning.batch_model import BatchModel
 from halfserve.serve.tuning.settings import Choice, SearchSpace, SettingValue, choice_text
 
@@ -127,14 +127,14 @@ class TuningSearch:
         self.window_s = min(LONGEST_S, max(SHORTEST_S, goal.seconds / MEASUREMENTS))  # of the shortest measurements
 
     def run(self) -> TuningOutcome:
-        """Search. Raises TuningError: the server refuses the settings in force."""
+        """Search. Raises BenchmarkError: the server refuses the settings in force."""
         start = self._space.start
         self._learn()
         self.try_choice(start, self.window_s)
         if start in self._refused:
-            raise TuningError(f"the server refuses the settings in force: {self._refused[start]}")
+            raise BenchmarkError(f"the server refuses the settings in force: {self._refused[start]}")
         seconds = self.window_s
-        candidates = [start, *self._proposed()][:CANDIDATES]
+        candidates = list(dict.fromkeys([start, *self._proposed()]))[:CANDIDATES]
         while len(candidates) > SURVIVORS and not self._is_over():
             for choice in candidates:
                 self.try_choice(choice, seconds)
@@ -157,8 +157,9 @@ class TuningSearch:
         return TuningOutcome(points=self._points, start=in_force, best=best, refused=self._refused, ended_early=ended_early)
 
     def try_choice(self, choice: Choice, seconds: float) -> None:
-        """Find the highest load of a choice within the limit, by measurements of so many seconds."""
-        if choice in self._refused or (self._best and self._is_over()):
+        """Find the highest load of a choice within the limit, by measurements of so many seconds; unless that is known."""
+        is_known = choice in self._refused or self._longest.get(choice, 0.0) >= seconds
+        if is_known or (self._best and self._is_over()):
             return
         self._longest[choice] = seconds
         try:
@@ -226,14 +227,12 @@ class TuningSearch:
         """Return the choices with the highest predicted throughput, one for each division of the cores first."""
         if len(self._space.models) > 1:
             return []
-        predicted: list[tuple[float, float, Choice]] = []
+        predicted: dict[Choice, tuple[float, float]] = {}
         for choice in self._space.all():
-            found = self._model.predict(choice[0], self._goal.max_ms)
-            if found is not None and choice != self._space.start:
+            if found := self._model.predict(choice[0], self._goal.max_ms):
                 # Of choices with the same prediction, the one with the shortest delay and the smallest batch is tried first.
-                predicted.append((-found.rate, choice[0].delay_us + choice[0].max_batch_size, choice))
-        predicted.sort(key=lambda one: one[:2])
-        ordered = [choice for *_, choice in predicted]
+                predicted[choice] = -found[0], choice[0].delay_us + choice[0].max_batch_size
+        ordered = sorted(predicted, key=lambda choice: predicted[choice])
         first: dict[tuple[SettingValue, ...], Choice] = {}
         for choice in ordered:
             first.setdefault((choice[0].instances, choice[0].threads, choice[0].padded, choice[0].precision), choice)
@@ -241,14 +240,14 @@ class TuningSearch:
 
     def _climb(self, choice: Choice, seconds: float) -> None:
         """Move one setting at a time by one place, as long as that is better."""
-        self._measured_for(choice, seconds)
+        self.try_choice(choice, seconds)
         here, improved = choice, True
         while improved:
             improved = False
             for other in [*self._filled(here), *self._space.neighbours(here)]:
                 if self._is_over():
                     return
-                self._measured_for(other, seconds)
+                self.try_choice(other, seconds)
                 if other in self._best and here in self._best and self._beats(self._best[other], self._best[here]):
                     here, improved = other, True
                     break
@@ -261,10 +260,6 @@ class TuningSearch:
             return []
         found = [batches.set(choice, value) for value in batches.values if int(value) >= round(rows)][:1]
         return [one for one in found if one != choice and self._space.allows(one)]
-
-    def _measured_for(self, choice: Choice, seconds: float) -> None:
-        if self._longest.get(choice, 0.0) < seconds:
-            self.try_choice(choice, seconds)
 
     def _highest(self, choice: Choice, seconds: float) -> TuningPoint:
         """Measure from the load that is expected to be the highest within the limit, up or down the ladder."""
@@ -301,7 +296,7 @@ class TuningSearch:
         if choice in self._best:
             wanted = self._best[choice].concurrency
         elif predicted is not None:
-            wanted = max(1.0, predicted.in_flight / self._goal.rows)
+            wanted = max(1.0, predicted[1] / self._goal.rows)
         elif (best := max(self._best.values(), key=self._rank, default=None)) and self._keeps(best):
             wanted = best.concurrency
         return min(range(len(LADDER)), key=lambda rung: abs(math.log(LADDER[rung] / wanted)))

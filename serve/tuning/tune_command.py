@@ -15,20 +15,17 @@ import typer
 
 from halfserve.files.atomic_files import checked_output
 from halfserve.option_groups import takes_option_groups
-from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
+from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError, bench_command
 from halfserve.serve.benchmark.bench_command import LARGEST, BenchArguments, command_line, sigterm_as_interrupt
 from halfserve.serve.benchmark.load_target import RequestSettings, host_and_port
 from halfserve.serve.benchmark.tables import ProgressBar
 from halfserve.serve.client.cli.connection_options import AsJson, Credentials
 from halfserve.serve.client.cli.display import PipedConsole, printable
-from halfserve.serve.client.cli.inputs import InputArgumentError
-from halfserve.serve.client.errors import ClientError
 from halfserve.serve.engine.config.model_config import read_config
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.repository.model_repository import CONFIG_FILE
 from halfserve.serve.engine.resource_limits import usable_cores
 from halfserve.serve.trials.decisions import users_folder
-from halfserve.serve.tuning import TuningArgumentError, TuningError
 from halfserve.serve.tuning.config_edit import ConfigEdit, edited
 from halfserve.serve.tuning.recorded_points import RecordedPoints, circumstances_key
 from halfserve.serve.tuning.search import TuningGoal, TuningOutcome, TuningSearch
@@ -36,16 +33,7 @@ from halfserve.serve.tuning.settings import configured
 from halfserve.serve.tuning.tuned_server import TunedServer, own_server
 from halfserve.serve.tuning.tuning_report import TuningReport, write_report
 
-EXIT_CODES: dict[type[Exception], int] = {
-    TuningArgumentError: 2,
-    BenchmarkArgumentError: 2,
-    InputArgumentError: 2,
-    ModelLoadError: 2,
-    TuningError: 1,
-    BenchmarkError: 1,
-    ClientError: 1,
-    OSError: 1,
-}
+EXIT_CODES = bench_command.EXIT_CODES | {ModelLoadError: 2}
 MODEL_SUFFIXES = (".onnx", ".xml", ".pt2")
 
 _searching = partial(typer.Option, rich_help_panel="Search")
@@ -93,7 +81,7 @@ class TuneArguments:
         bench = BenchArguments(credentials=self.credentials, data=self.data, shape=self.shape, parameter=self.parameter)
         requests = bench.campaign([model]).options
         if requests.captured is not None and self.rows != 1:
-            raise TuningArgumentError(f"--data {self.data}: captured requests go as they are; leave --rows out")
+            raise BenchmarkArgumentError(f"--data {self.data}: captured requests go as they are; leave --rows out")
         return replace(requests, batch_size=self.rows)
 
 
@@ -102,32 +90,27 @@ class ModelPlace:
     """Where the model to tune is."""
 
     name: str
-    path: Path | None  # its folder in a repository, or its file; None for a model that only a server has
+    served: Path = Path()  # what a server serves: a repository, or the model's file
+    folder: Path | None = None  # the repository with its config.pbtxt; None for a file, and a model that only a server has
 
     @classmethod
     def of(cls, text: str, *, is_remote: bool) -> ModelPlace:
         """Read REPOSITORY/MODEL, the path of a model file, or with a running server the name of a model.
-        Raises TuningArgumentError: there is no such model.
+        Raises BenchmarkArgumentError: there is no such model.
         """
         path = Path(text).resolve()
         if path.is_file() and path.suffix in MODEL_SUFFIXES:
-            return cls(name=path.stem, path=path)
+            return cls(name=path.stem, served=path)
         if path.is_dir() and path.name:
-            return cls(name=path.name, path=path)
+            return cls(name=path.name, served=path.parent, folder=path.parent)
         if is_remote and len(Path(text).parts) == 1:
-            return cls(name=text, path=None)
+            return cls(name=text)
         expected = "a model's folder in a repository, REPOSITORY/MODEL, or a model file"
-        raise TuningArgumentError(f"{text}: not found; expected {expected}{', or the name of a model' if is_remote else ''}")
-
-    @property
-    def repository(self) -> Path:
-        """What a server serves: the folder of the model's folder, or the file."""
-        path = self.path or Path()
-        return path.parent if path.is_dir() else path
+        raise BenchmarkArgumentError(f"{text}: not found; expected {expected}{', or the name of a model' if is_remote else ''}")
 
     def config_path(self, model: str) -> Path | None:
-        """Return the config.pbtxt of a model in the same repository; None if this is a file, or on a server alone."""
-        return self.path.parent / model / CONFIG_FILE if self.path is not None and self.path.is_dir() else None
+        """Return the config.pbtxt of a model in the repository, if any."""
+        return self.folder and self.folder / model / CONFIG_FILE
 
 
 @takes_option_groups
@@ -161,7 +144,7 @@ def _run(model: str, options: Sequence[str], arguments: TuneArguments) -> None:
     if arguments.report is not None:
         checked_output(arguments.report, "--report")
     if arguments.apply and place.config_path(place.name) is None:
-        raise TuningArgumentError(
+        raise BenchmarkArgumentError(
             "--apply writes config.pbtxt of a model in a repository; expected REPOSITORY/MODEL, with the file in "
             "MODEL/1/model.onnx"
         )
@@ -177,7 +160,7 @@ def _run(model: str, options: Sequence[str], arguments: TuneArguments) -> None:
         host_and_port(arguments.address)
     with ExitStack() as stack:
         bar = stack.enter_context(ProgressBar())
-        address = arguments.address or stack.enter_context(own_server(place.repository, place.name, options))
+        address = arguments.address or stack.enter_context(own_server(place.served, place.name, options))
         server = stack.enter_context(TunedServer(address, place.name, requests, percent=goal.percent, bar=bar))
         if arguments.apply:
             for path in filter(None, map(place.config_path, server.models)):  # of an ensemble, those of its steps
@@ -201,7 +184,7 @@ def _run(model: str, options: Sequence[str], arguments: TuneArguments) -> None:
     _show(report, as_json=arguments.as_json)
     if outcome.best is None:
         point = outcome.nearest
-        raise TuningError(
+        raise BenchmarkError(
             f"no settings keep p{goal.percent:g} within {goal.max_ms:g} ms; the nearest reach {point.latency_ms:.2f} ms at "
             f"{point.concurrency} in flight ({point.requests_per_second:,.0f} requests/s). Nothing was written; allow more "
             "time, or give the model more cores"
@@ -219,8 +202,8 @@ def _searched(
     messages = [*server.completed, *(request for _, request in server.target.requests)]
     facts: list[object] = [arguments.address, cores, goal.percent, *options]
     facts += [message.SerializeToString(deterministic=True) for message in messages]
-    files = [path.parent for path in map(place.config_path, server.models) if path] or [place.path or Path()]
-    if place.path is None:  # the files cannot be read
+    files = [place.folder / name for name in server.models] if place.folder else [place.served]
+    if place == ModelPlace(name=place.name):  # the files cannot be read
         facts, files = [*facts, server.answer()], []
     folder = users_folder()
     key = circumstances_key(files, facts)

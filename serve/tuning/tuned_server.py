@@ -17,7 +17,7 @@ from typing import Self
 from google.protobuf import json_format
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.benchmark import BenchmarkError
+from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
 from halfserve.serve.benchmark.level import Load, ServerTotals
 from halfserve.serve.benchmark.load.load_generator import undisturbed
 from halfserve.serve.benchmark.load.spec import INTERRUPTED
@@ -29,7 +29,6 @@ from halfserve.serve.client.errors import ClientError, InvalidRequest
 from halfserve.serve.engine.backend import ONNX
 from halfserve.serve.engine.ensembles.graph import is_ensemble, step_models
 from halfserve.serve.fleet.member.handover import end_with
-from halfserve.serve.tuning import TuningArgumentError, TuningError
 from halfserve.serve.tuning.search import RefusedSettingsError, TuningPoint
 from halfserve.serve.tuning.settings import Choice, SearchSpace, TunedAxis, TunedSettings, axes_of, configured, settings_of
 
@@ -47,7 +46,7 @@ def own_server(repository: Path, model: str, options: Sequence[str]) -> Iterator
     with this process, however that ends.
 
     Raises:
-        TuningError: it does not start; the text has its last line.
+        BenchmarkError: it does not start; the text has its last line.
     """
     command = [sys.executable, "-m", "halfserve", "serve", str(repository), "--json", "--model-control", "explicit"]
     command += ["--load-model", model, "--processes", "1", "--grpc-port", "0", "--http-port", "-1", "--metrics-port", "-1"]
@@ -65,7 +64,7 @@ def own_server(repository: Path, model: str, options: Sequence[str]) -> Iterator
             if not line:
                 log.seek(0)
                 said = log.read().decode(errors="replace").strip().splitlines() or ["it said nothing"]
-                raise TuningError(f"the server to measure did not start: {said[-1]}")
+                raise BenchmarkError(f"the server to measure did not start: {said[-1]}")
             yield f"127.0.0.1:{json.loads(line)['grpc_port']}"
         finally:
             process.terminate()
@@ -91,8 +90,7 @@ class TunedServer:
 
         Raises:
             ClientError: the server does not answer, has no such model, or refuses the requests.
-            TuningArgumentError: the model cannot be tuned.
-            BenchmarkArgumentError: the requests do not fit the model.
+            BenchmarkArgumentError: the model cannot be tuned, or the requests do not fit it.
         """
         self._address, self._requests, self._percent, self._bar = address, requests, percent, bar
         self._loaded: dict[str, TunedSettings] = {}  # settings of each model that was loaded with some
@@ -141,7 +139,7 @@ class TunedServer:
             level = measure(self.target.bench, load, how, lambda tally: self._bar.window(load, tally))
         except BenchmarkError as error:
             if not self._client.is_live():
-                raise TuningError(f"the server at {self._address} ended during a measurement: {error}") from None
+                raise BenchmarkError(f"the server at {self._address} ended during a measurement: {error}") from None
             raise RefusedSettingsError(str(error)) from None
         if level.ended_early == INTERRUPTED:
             raise KeyboardInterrupt
@@ -207,11 +205,11 @@ class TunedServer:
 
 def _require_tunable(name: str, config: ModelConfig) -> None:
     if config.HasField("sequence_batching"):
-        raise TuningArgumentError(
+        raise BenchmarkArgumentError(
             f"model {name!r} keeps sequences, whose requests depend on each other; expected a model without sequence_batching"
         )
     if is_ensemble(config):
-        raise TuningArgumentError(f"model {name!r} is an ensemble among the steps of another; tune the two one by one")
+        raise BenchmarkArgumentError(f"model {name!r} is an ensemble among the steps of another; tune the two one by one")
 
 
 def _reported(config: ModelConfig, key: str) -> str:

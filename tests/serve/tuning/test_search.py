@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from halfserve.serve.tuning import TuningError
+from halfserve.serve.benchmark import BenchmarkError
 from halfserve.serve.tuning.search import TuningGoal, TuningOutcome, TuningPoint, TuningSearch
 from halfserve.serve.tuning.settings import SearchSpace, TunedAxis, TunedSettings
 from tests.serve.tuning.synthetic_machine import SyntheticMachine, space_of
@@ -68,7 +68,7 @@ def test_refused_settings_are_passed_over() -> None:
 
 
 def test_refused_settings_in_force_are_an_error() -> None:
-    with pytest.raises(TuningError, match="refuses the settings in force: batches of 32 rows do not fit"):
+    with pytest.raises(BenchmarkError, match="refuses the settings in force: batches of 32 rows do not fit"):
         searched(replace(MACHINES["long batches"], refused_above=16), space_of(), TuningGoal(max_ms=50))
 
 
