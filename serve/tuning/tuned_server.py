@@ -93,8 +93,8 @@ class TunedServer:
             BenchmarkArgumentError: the model cannot be tuned, or the requests do not fit it.
         """
         self._address, self._requests, self._percent, self._bar = address, requests, percent, bar
-        self._loaded: dict[str, TunedSettings] = {}  # settings of each model that was loaded with some
-        self._touched: set[str] = set()  # models whose loads were asked for, completed or not
+        # Settings of each model whose load was asked for; None while it is not known which ones are in force.
+        self._loaded: dict[str, TunedSettings | None] = {}
         with ExitStack() as stack:
             self._client = stack.enter_context(
                 Client(address, timeout_s=LOAD_S, tls=requests.tls, token=requests.token, metadata=requests.metadata)
@@ -159,7 +159,7 @@ class TunedServer:
         """Load the configurations of the start again; show which models keep other settings."""
         with undisturbed():
             for name, config in zip(self.models, self.completed, strict=True):
-                if name in self._touched:
+                if name in self._loaded:
                     try:
                         self._ask_to_load(name, config)
                     except ClientError as error:
@@ -176,7 +176,7 @@ class TunedServer:
         name, config = self.models[index], self.completed[index]
         if self._loaded.get(name) == settings:
             return
-        self._touched.add(name)
+        self._loaded[name] = None
         try:
             self._ask_to_load(name, configured(config, self.start[index], settings, config.backend))
         except InvalidRequest as error:

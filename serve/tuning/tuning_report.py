@@ -85,7 +85,7 @@ def write_report(path: Path, report: TuningReport) -> None:
 
 
 def _page(report: TuningReport) -> str:
-    from halfserve.serve.benchmark.page import STYLE, html_table  # noqa: PLC0415  (matplotlib is slow to import)
+    from halfserve.serve.benchmark.page import as_page, html_table  # noqa: PLC0415  (matplotlib is slow to import)
 
     body = [
         f"<h1>{escape(report.title)}</h1>",
@@ -97,8 +97,7 @@ def _page(report: TuningReport) -> str:
         _front_plot(report),
         *(f"<h2>{escape(str(edit.path))}</h2><pre>{escape(edit.diff)}</pre>" for edit in report.edits),
     ]
-    head = f'<meta charset="utf-8"><title>{escape(report.title)}</title><style>{STYLE}</style>'
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(body) + "\n</body></html>\n"
+    return as_page(report.title, body)
 
 
 def _front_plot(report: TuningReport) -> str:
