@@ -9,7 +9,6 @@ same loads and times, so that neither keeps the luck of one measurement. The goa
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks.serving_models import Net, mlp
 from halfserve.serve.benchmark.load_target import RequestSettings
+from halfserve.serve.benchmark.tables import ProgressBar
 from halfserve.serve.client.array_conversion import Array
 from halfserve.serve.engine.resource_limits import usable_cores
 from halfserve.serve.tuning.recorded_points import RecordedPoints
@@ -143,25 +143,25 @@ def compared(repository: Path, model: TunedModel, seconds: float, cores: int) ->
     settings = replace(model.requests, timeout_s=30.0)
     with (
         own_server(repository, model.name, ["--cpu"]) as address,
-        TunedServer(address, model.name, settings, percent=99.0, processes=1) as server,
+        TunedServer(address, model.name, settings, percent=99.0, bar=ProgressBar()) as server,
     ):
         space = coarse(server.space(cores, model.limit_ms), model.values)
         goal = TuningGoal(max_ms=model.limit_ms, seconds=seconds)
-        tuning = RecordedPoints(None, server.measure, time.monotonic)
+        tuning = RecordedPoints(None, server.measure)
         outcome = TuningSearch(space, tuning, goal).run()
-        brute = RecordedPoints(None, server.measure, time.monotonic)
-        everything = TuningSearch(space, brute, replace(goal, seconds=float("inf")), window_s=max(0.5, seconds / 300))
+        brute = RecordedPoints(None, server.measure)
+        everything = TuningSearch(space, brute, replace(goal, seconds=float("inf")))
         choices = list(space.all())
         for choice in choices:
-            everything.try_choice(choice)
+            everything.try_choice(choice, max(0.5, seconds / 300))
         spent_s = brute.spent_s
         mine = outcome.best.choice if outcome.best else None
         # The settings in force count as found where nothing is.
         found = everything.in_turn([*dict.fromkeys([mine or space.start, *everything.ranked(choices)[:BEST]])])
     kept = {choice: point for choice, point in found.items() if point.kept(model.limit_ms)}
-    best = max(kept.values(), key=lambda point: point.rate, default=None)
+    best = max(kept.values(), key=lambda point: point.requests_per_second, default=None)
     own = kept.get(mine or space.start)
-    ratio = own.rate / best.rate if own and best else 0.0
+    ratio = own.requests_per_second / best.requests_per_second if own and best else 0.0
     tried = len({point.choice for point in outcome.points})
     line = (
         f"{model.name:9} {model.limit_ms:4g} ms  tuned {_rate(own)}/s in {tuning.spent_s:4.0f} s, {tried} choices   "
@@ -173,7 +173,7 @@ def compared(repository: Path, model: TunedModel, seconds: float, cores: int) ->
 
 
 def _rate(point: TuningPoint | None) -> str:
-    return f"{point.rate:7,.0f}" if point else "      -"
+    return f"{point.requests_per_second:7,.0f}" if point else "      -"
 
 
 def main(

@@ -235,7 +235,12 @@ def page(report: BenchmarkReport) -> str:
         *(_section("Where the time goes in the server", split) if split else []),
         *(_section("Throughput over time", timeline) if timeline else []),
     ]
-    head = f'<meta charset="utf-8"><title>{escape(report.title)}</title><style>{STYLE}</style>'
+    return as_page(report.title, body)
+
+
+def as_page(title: str, body: Sequence[str]) -> str:
+    """Return a whole page with these elements."""
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(body) + "\n</body></html>\n"
 
 

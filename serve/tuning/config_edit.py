@@ -1,45 +1,29 @@
-"""Changes of a config.pbtxt that keep its other fields as they are written, comments included."""
+"""Changes of a config.pbtxt that keep its other lines, comments included."""
 
 from __future__ import annotations
 
 import difflib
 import itertools
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf import text_format
-from google.protobuf.message import Message
 
 from halfserve.files.atomic_files import atomic_file, write_and_sync
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.tuning import TuningError
 
-BACKUP = ".bak"
-_TOKEN = re.compile(
-    r"(?P<space>(?:\s|#[^\n]*|[,;])+)"
-    r"|(?P<text>\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*')"
-    r"|(?P<sign>[{}<>\[\]:])"
-    r"|(?P<word>[^\s#\"'{}<>\[\],;:]+)"
-)
+PARAMETERS = "parameters"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigEdit:
-    """New text for a config.pbtxt.
-
-    Attributes:
-        path: the file.
-        before: its present text; None if there is no file.
-        after: its new text.
-        loses_comments: whether the file is written in a form whose comments cannot be kept.
-    """
+    """New text for a config.pbtxt."""
 
     path: Path
-    before: str | None
+    before: str | None  # its present text; None if there is no file
     after: str
-    loses_comments: bool = False
 
     @property
     def diff(self) -> str:
@@ -53,122 +37,74 @@ class ConfigEdit:
         """Replace the file; return the path of the copy of the earlier one, which is beside it, or None if there was none.
 
         Raises:
-            TuningError: the file was changed meanwhile.
             OSError: the file or its copy cannot be written; the file stays as it was.
         """
-        if read_text(self.path) != self.before:
-            raise TuningError(f"{self.path}: was changed during the tuning; nothing was written, compare and run it again")
-        backup = None if self.before is None else _kept(self.path, self.before)
+        backup = None
+        if self.path.exists():
+            names = (self.path.with_name(f"{self.path.name}.bak{number or ''}") for number in itertools.count())
+            backup = next(name for name in names if not name.exists())
+            write_and_sync(backup, self.path.read_bytes())
         with atomic_file(self.path) as file:
             file.write(self.after.encode())
         return backup
 
 
-def read_text(path: Path) -> str | None:
-    """Return the text of a file as it is; None if there is none."""
-    return path.read_bytes().decode() if path.exists() else None
-
-
-def edited(path: Path, before: str | None, wanted: ModelConfig) -> ConfigEdit:
-    """Return the change of a valid config.pbtxt to a configuration: only what differs is written in another way."""
-    text = before or ""
-    after = _changed(text, wanted)
-    if _parsed(after) == wanted:
-        return ConfigEdit(path=path, before=before, after=after)
-    return ConfigEdit(path=path, before=before, after=text_format.MessageToString(wanted), loses_comments="#" in text)
+def edited(path: Path, wanted: ModelConfig) -> ConfigEdit:
+    """Return the change of a valid config.pbtxt to a configuration: only lines with fields that differ change."""
+    before = path.read_bytes().decode() if path.exists() else None
+    after = _changed(before or "", wanted)
+    with suppress(text_format.ParseError):
+        if _parsed(after) == wanted:
+            return ConfigEdit(path=path, before=before, after=after)
+    # A text that is split over lines, or a field that is written with its default, needs the whole file in another form.
+    return ConfigEdit(path=path, before=before, after=text_format.MessageToString(wanted))
 
 
 def _changed(text: str, wanted: ModelConfig) -> str:
-    """Replace the entries of a text that are not wanted by those of the same field that are missing."""
-    missing = list(_units(wanted))
-    pieces: list[str] = []
-    places: dict[str, int] = {}  # index of the piece after which the missing entries of a field belong
-    done = 0
-    for name, start, end in _spans(text):
-        pieces.append(text[done:start])
-        units = list(_units(_parsed(text[start:end]) or ModelConfig()))
-        is_kept = bool(units) and all(unit in missing for unit in units)
-        if is_kept:
-            missing = [unit for unit in missing if unit not in units]
-        else:
-            places.setdefault(name, len(pieces))
-        pieces.append(text[start:end] if is_kept else "")
-        done = end
-    rest = text[done:]
-    for name in dict.fromkeys(name for name, _ in missing):
-        fresh = "\n".join(entry for field, entry in missing if field == name)
-        if name in places:
-            pieces[places.pop(name)] = fresh
-        else:
-            rest += ("\n" if (rest or pieces) and not rest.endswith("\n") else "") + fresh + "\n"
-    for index in places.values():  # nothing comes in place of these
-        after = pieces[index + 1] if index + 1 < len(pieces) else rest
-        if after.startswith("\n") and index + 1 < len(pieces):
-            pieces[index + 1] = after[1:]
-    return "".join(pieces) + rest
+    """Replace the fields, and the elements of `parameters`, that are not as wanted; append those that are missing."""
+    old, missing = _parsed(text), _copied(wanted)
+    result = ""
+    for lines in _chunks(text):
+        entry, new = _parsed(lines), ModelConfig()
+        for field, _ in entry.ListFields():
+            if field.name != PARAMETERS:
+                is_same = getattr(old, field.name) == getattr(wanted, field.name)
+                new.MergeFrom(_only(entry if is_same else missing, field.name))
+                missing.ClearField(field.name)
+        for key in entry.parameters:
+            if key in missing.parameters:
+                new.parameters[key].CopyFrom(missing.parameters[key])
+                del missing.parameters[key]
+        result += lines if entry == new else text_format.MessageToString(new)
+    appended = text_format.MessageToString(missing)
+    return result + ("\n" if appended and result and not result.endswith("\n") else "") + appended
 
 
-def _units(config: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of each field, and of each element of a repeated one."""
-    for field, value in config.ListFields():
-        one = ModelConfig()
-        if not field.is_repeated:
-            one.CopyFrom(config)
-            for other, _ in config.ListFields():
-                if other.name != field.name:
-                    one.ClearField(other.name)
-            yield field.name, text_format.MessageToString(one).strip()
-            continue
-        for element in value:
-            one.Clear()
-            if not isinstance(value, Mapping):
-                getattr(one, field.name).append(element)
-            elif isinstance(value[element], Message):
-                getattr(one, field.name)[element].CopyFrom(value[element])
-            else:
-                getattr(one, field.name)[element] = value[element]
-            yield field.name, text_format.MessageToString(one).strip()
+def _chunks(text: str) -> Iterator[str]:
+    """Yield the text by as few lines at a time as are whole fields, or comments."""
+    lines = ""
+    for line in text.splitlines(keepends=True):
+        lines += line
+        with suppress(text_format.ParseError):
+            _parsed(lines)
+            yield lines
+            lines = ""
 
 
-def _parsed(text: str) -> ModelConfig | None:
-    try:
-        return text_format.Parse(text, ModelConfig())
-    except text_format.ParseError:
-        return None
+def _only(config: ModelConfig, name: str) -> ModelConfig:
+    """Return one field of a configuration."""
+    result = _copied(config)
+    for field, _ in config.ListFields():
+        if field.name != name:
+            result.ClearField(field.name)
+    return result
 
 
-def _spans(text: str) -> Iterator[tuple[str, int, int]]:
-    """Yield the name, start and end of each entry on the top level; ends at what is not understood."""
-    depth, name, start, end = 0, "", 0, 0
-    is_value = False  # whether the last token was, or ended, a value
-    for token in _TOKEN.finditer(text):
-        kind, word = token.lastgroup, token[0]
-        if kind == "space":
-            continue
-        if depth == 0 and is_value and kind != "text":  # adjacent texts are one value
-            yield name, start, end
-            name, is_value = "", False
-        if word in ("{", "<", "["):
-            depth += 1
-        elif word in ("}", ">", "]"):
-            depth -= 1
-            is_value = depth == 0
-        elif depth == 0 and not name:
-            name, start = word, token.start()
-        elif depth == 0 and word != ":":
-            is_value = True
-        end = token.end()
-    if is_value:
-        yield name, start, end
+def _copied(config: ModelConfig) -> ModelConfig:
+    result = ModelConfig()
+    result.CopyFrom(config)
+    return result
 
 
-def _kept(path: Path, text: str) -> Path:
-    """Write a copy beside a file, under the first name that is free."""
-    for number in itertools.count(1):
-        backup = path.with_name(f"{path.name}{BACKUP}{number if number > 1 else ''}")
-        try:
-            write_and_sync(backup, text.encode())
-        except FileExistsError:
-            continue
-        return backup
-    raise AssertionError
+def _parsed(text: str) -> ModelConfig:
+    return text_format.Parse(text, ModelConfig())

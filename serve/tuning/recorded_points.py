@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import platform
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
@@ -14,55 +15,45 @@ from pathlib import Path
 from typing import Any
 
 from halfserve.files.atomic_files import atomic_file
-from halfserve.serve.benchmark.level import Load
 from halfserve.serve.engine.repository.model_repository import CONFIG_FILE
 from halfserve.serve.tuning.search import RefusedSettingsError, TuningPoint
-from halfserve.serve.tuning.settings import Choice, TunedSettings
+from halfserve.serve.tuning.settings import Choice
 
 logger = logging.getLogger(__name__)
-READ_BYTES = 2**20
 
 
 class RecordedPoints:
     """A machine whose measurements are written to a file, and read from it where they were made before.
 
     `path` is None for a user without a home: nothing is kept. The time of a measurement that is read counts as it was, so that
-    a search decides as it did. A file that cannot be read or written is left alone, with a warning.
+    a search decides as it did.
     """
 
-    def __init__(
-        self, path: Path | None, measure: Callable[[Choice, Load, float], TuningPoint], clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, path: Path | None, measure: Callable[[Choice, int, float], TuningPoint]) -> None:
         self._path = path
         self._measure = measure
-        self._clock = clock
-        self._entries: dict[str, dict[str, Any]] = {} if path is None else _read(path)
+        self._entries: dict[str, dict[str, Any]] = {}
         self.spent_s = 0.0
-        self.reused = 0  # measurements that were read
+        if path is not None:
+            with suppress(OSError, ValueError):
+                self._entries = json.loads(path.read_bytes())
 
-    def measure(self, choice: Choice, load: Load, seconds: float, number: int) -> TuningPoint:
+    def measure(self, choice: Choice, concurrency: int, seconds: float, number: int) -> TuningPoint:
         """See `TunedMachine`."""
-        key = json.dumps([[asdict(settings) for settings in choice], asdict(load), round(seconds, 6), number])
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = self._measured(choice, load, seconds)
-            self._entries[key] = entry
+        key = json.dumps([[asdict(settings) for settings in choice], concurrency, round(seconds, 6), number])
+        if key not in self._entries:
+            began_s = time.monotonic()
+            try:
+                entry = asdict(self._measure(choice, concurrency, seconds))
+            except RefusedSettingsError as error:
+                entry = {"refused": str(error)}
+            self._entries[key] = entry | {"choice": None, "spent_s": time.monotonic() - began_s}
             self._write()
-        else:
-            self.reused += 1
-        self.spent_s += entry["spent_s"]
+        entry = dict(self._entries[key])
+        self.spent_s += entry.pop("spent_s")
         if "refused" in entry:
             raise RefusedSettingsError(entry["refused"])
-        return TuningPoint(choice=choice, load=load, **entry["point"])
-
-    def _measured(self, choice: Choice, load: Load, seconds: float) -> dict[str, Any]:
-        began_s = self._clock()
-        try:
-            point = self._measure(choice, load, seconds)
-        except RefusedSettingsError as error:
-            return {"refused": str(error), "spent_s": self._clock() - began_s}
-        figures = {name: value for name, value in vars(point).items() if name not in ("choice", "load")}
-        return {"point": figures, "spent_s": self._clock() - began_s}
+        return TuningPoint(**entry | {"choice": choice})
 
     def _write(self) -> None:
         if self._path is None:
@@ -76,30 +67,10 @@ class RecordedPoints:
             self._path = None
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the measurements in a file; none of a file that is missing or damaged."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        entries: dict[str, dict[str, Any]] = json.loads(path.read_bytes())
-        for entry in entries.values():
-            float(entry["spent_s"])
-            if "refused" not in entry:
-                TuningPoint(choice=(TunedSettings(),), load=Load(), **entry["point"])
-        return entries
-    return {}
-
-
-def circumstances_key(paths: Iterable[Path], texts: Iterable[str | bytes]) -> str:
+def circumstances_key(paths: Iterable[Path], facts: Iterable[object]) -> str:
     """Return a digest of what a measurement depends on besides the settings: files and folders, requests, machine, version."""
-    digest = hashlib.blake2b(digest_size=20)
-    facts = [platform.node(), platform.machine(), platform.release(), version("halfserve"), *texts]
-    for fact in facts:
-        digest.update(b"%d " % len(fact) + (fact if isinstance(fact, bytes) else fact.encode()))
-    for path in paths:
-        for file in [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file()):
-            if file.name.startswith(CONFIG_FILE):  # among the texts, without what backups say
-                continue
-            digest.update(str(file.relative_to(path)).encode() + b"\0")
-            with file.open("rb") as content:
-                while block := content.read(READ_BYTES):
-                    digest.update(block)
-    return digest.hexdigest()
+    files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*"))) if file.is_file()]
+    # A config.pbtxt is among the facts, and its backups have no effect.
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if CONFIG_FILE not in file.name]
+    machine = (platform.node(), platform.machine(), platform.release(), version("halfserve"))
+    return hashlib.blake2b(repr([machine, stats, *facts]).encode(), digest_size=20).hexdigest()

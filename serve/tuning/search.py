@@ -8,13 +8,12 @@ have cost, so that a search over recorded measurements takes the same way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Protocol
 
-from halfserve.serve.benchmark.level import Load
-from halfserve.serve.tuning import TuningError
+from halfserve.serve.benchmark import BenchmarkError
 from halfserve.serve.tuning.batch_model import BatchModel
 from halfserve.serve.tuning.settings import Choice, SearchSpace, SettingValue, choice_text
 
@@ -39,20 +38,19 @@ class RefusedSettingsError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class TuningPoint:
-    """One measurement of one choice under one load."""
+    """One measurement of one choice."""
 
     choice: Choice
-    load: Load
-    rate: float  # successful requests per second
+    concurrency: int  # requests in flight
+    requests_per_second: float  # successful ones
     latency_ms: float  # at the percentile of the limit
     failed: int = 0  # failed requests
-    batch_rows: float | None = None  # mean rows of a batch; None if the server does not say
+    mean_batch_size: float | None = None  # mean rows of a batch; None if the server does not say
     compute_ms: float | None = None  # mean time of a batch
 
     def kept(self, limit_ms: float) -> bool:
-        """Return whether the limit is kept, without a failed request and with nearly the rate asked for."""
-        fast_enough = self.load.rate is None or self.rate >= 0.95 * self.load.rate
-        return self.failed == 0 and self.latency_ms <= limit_ms and fast_enough
+        """Return whether the limit is kept, without a failed request."""
+        return self.failed == 0 and self.latency_ms <= limit_ms
 
 
 class TunedMachine(Protocol):
@@ -63,7 +61,7 @@ class TunedMachine(Protocol):
         """Seconds that all measurements have taken so far, with the loads of settings."""
         ...
 
-    def measure(self, choice: Choice, load: Load, seconds: float, number: int) -> TuningPoint:
+    def measure(self, choice: Choice, concurrency: int, seconds: float, number: int) -> TuningPoint:
         """Measure; `number` tells repeated measurements apart. Raises RefusedSettingsError."""
         ...
 
@@ -75,7 +73,7 @@ class TuningGoal:
     max_ms: float  # latency limit in milliseconds
     percent: float = 99.0  # percentage of requests that must be within it
     seconds: float = 300.0  # time for the search
-    load: Load | None = None  # the only load to measure; None to find the highest one for each choice
+    concurrency: int | None = None  # the only load to measure; None to find the highest one for each choice
     rows: int = 1  # rows of a request
 
 
@@ -85,7 +83,7 @@ class TuningOutcome:
 
     Attributes:
         points: all measurements, in their order.
-        start: medians of the choice in force; None if the server refuses it.
+        start: medians of the choice in force; None if the server refuses it in the end.
         best: medians of the chosen settings, which are those in force unless others are better by `GAIN`; None if no choice
             keeps the limit.
         refused: reasons of refusals, by choice.
@@ -106,8 +104,8 @@ class TuningOutcome:
     def front(self) -> list[TuningPoint]:
         """Return the Pareto front: points that no other point exceeds in throughput at a latency as low, by rising latency."""
         found: list[TuningPoint] = []
-        for point in sorted(self.points, key=lambda one: (one.latency_ms, -one.rate)):
-            if not point.failed and (not found or point.rate > found[-1].rate):
+        for point in sorted(self.points, key=lambda one: (one.latency_ms, -one.requests_per_second)):
+            if not point.failed and (not found or point.requests_per_second > found[-1].requests_per_second):
                 found.append(point)
         return found
 
@@ -116,15 +114,8 @@ class TuningSearch:
     """One search; `say` gets a line whenever something better was found."""
 
     def __init__(
-        self,
-        space: SearchSpace,
-        machine: TunedMachine,
-        goal: TuningGoal,
-        say: Callable[[str], None] = lambda _: None,
-        *,
-        window_s: float | None = None,
+        self, space: SearchSpace, machine: TunedMachine, goal: TuningGoal, say: Callable[[str], None] = lambda _: None
     ) -> None:
-        """`window_s`: seconds of the shortest measurements; None for what the goal's time allows."""
         self._space = space
         self._machine = machine
         self._goal = goal
@@ -134,21 +125,21 @@ class TuningSearch:
         self._best: dict[Choice, TuningPoint] = {}  # the best point of each measured choice
         self._longest: dict[Choice, float] = {}  # seconds of a measurement of each choice, the last time
         self._refused: dict[Choice, str] = {}
-        self._shown: TuningPoint | None = None
-        self.window_s = window_s or min(LONGEST_S, max(SHORTEST_S, goal.seconds / MEASUREMENTS))
+        self._shown = 0.0  # requests per second of the last line
+        self.window_s = min(LONGEST_S, max(SHORTEST_S, goal.seconds / MEASUREMENTS))  # of the shortest measurements
 
     def run(self) -> TuningOutcome:
-        """Search. Raises TuningError: the server refuses the settings in force."""
+        """Search. Raises BenchmarkError: the server refuses the settings in force."""
         start = self._space.start
         self._learn()
-        self.try_choice(start)
+        self.try_choice(start, self.window_s)
         if start in self._refused:
-            raise TuningError(f"the server refuses the settings in force: {self._refused[start]}")
+            raise BenchmarkError(f"the server refuses the settings in force: {self._refused[start]}")
         seconds = self.window_s
-        candidates = [start, *self._proposed()][:CANDIDATES]
+        candidates = list(dict.fromkeys([start, *self._proposed()]))[:CANDIDATES]
         while len(candidates) > SURVIVORS and not self._is_over():
             for choice in candidates:
-                self.try_choice(choice, seconds=seconds)
+                self.try_choice(choice, seconds)
             candidates = self.ranked(candidates)[: max(SURVIVORS, len(candidates) // 2)]
             seconds *= 2 if len(candidates) > SURVIVORS else 1
         seconds = self.window_s
@@ -159,19 +150,18 @@ class TuningSearch:
             # Longer measurements, as long as they change which choices are the best.
             before, seconds = ranked, seconds * 2
         ended_early = self._is_over()
-        ranked = [choice for choice in self.ranked(self._best) if self._best[choice].kept(self._goal.max_ms)]
+        ranked = [choice for choice in self.ranked(self._best) if self._keeps(self._best[choice])]
         contenders = self.in_turn([*dict.fromkeys([*ranked[:FINALISTS], start])] if ranked else [])
         in_force = contenders.get(start, self._best.get(start))
-        kept = [point for point in contenders.values() if point.kept(self._goal.max_ms)]
-        best = max(kept, key=self._score, default=None)
-        if best and in_force and in_force.kept(self._goal.max_ms) and self._score(best) < GAIN * self._score(in_force):
+        best = max(filter(self._keeps, contenders.values()), key=self._rank, default=None)
+        if best and in_force and self._keeps(in_force) and not self._beats(best, in_force):
             best = in_force
         return TuningOutcome(points=self._points, start=in_force, best=best, refused=self._refused, ended_early=ended_early)
 
-    def try_choice(self, choice: Choice, *, seconds: float | None = None) -> None:
-        """Find the highest load of a choice within the limit, from the load that the model of latency predicts."""
-        seconds = seconds or self.window_s
-        if choice in self._refused:
+    def try_choice(self, choice: Choice, seconds: float) -> None:
+        """Find the highest load of a choice within the limit, by measurements of so many seconds; unless that is known."""
+        is_known = choice in self._refused or self._longest.get(choice, 0.0) >= seconds
+        if is_known or (self._best and self._is_over()):
             return
         self._longest[choice] = seconds
         try:
@@ -181,61 +171,54 @@ class TuningSearch:
             self._best.pop(choice, None)
             return
         self._best[choice] = point
-        if point.kept(self._goal.max_ms) and (self._shown is None or self._score(point) > self._score(self._shown)):
-            self._shown = point
-            self._say(f"{point.rate:,.0f} requests/s, {point.latency_ms:.2f} ms: {choice_text(choice)}")
+        if self._keeps(point) and point.requests_per_second > self._shown:
+            self._shown = point.requests_per_second
+            self._say(f"{point.requests_per_second:,.0f} requests/s, {point.latency_ms:.2f} ms: {choice_text(choice)}")
 
     def in_turn(self, choices: Sequence[Choice]) -> dict[Choice, TuningPoint]:
         """Measure choices that were tried, in turn, and return the medians; one that misses the limit gets less load."""
-        loads = {choice: self._best[choice].load for choice in choices if choice in self._best}
+        loads = {choice: self._best[choice].concurrency for choice in self.ranked(choices)}
         left_s = max(self._goal.seconds - self._machine.spent_s, self._goal.seconds * FINAL_SHARE / 2)
         seconds = min(LONGEST_S, max(self.window_s, left_s / (2 * ROUNDS * max(1, len(loads)))))
         found: dict[Choice, TuningPoint] = {}
         for lowering in range(LOWERINGS):
             rounds: dict[Choice, list[TuningPoint]] = {choice: [] for choice in loads}
             for number in range(1, ROUNDS + 1):
-                for choice, load in loads.items():
+                if number > 1 and self._machine.spent_s > self._goal.seconds:
+                    break
+                for choice, concurrency in loads.items():
                     try:
-                        rounds[choice].append(self._measured(choice, load, seconds, number))
+                        rounds[choice].append(self._measured(choice, concurrency, seconds, number))
                     except RefusedSettingsError as error:
                         self._refused[choice] = str(error)
             found |= {choice: _medians(points) for choice, points in rounds.items() if points}
-            missed = {
-                choice: load for choice, load in loads.items() if choice in found and not found[choice].kept(self._goal.max_ms)
-            }
-            if self._machine.spent_s > self._goal.seconds and len(missed) < len(found):
+            missed = [choice for choice in loads if choice in found and not self._keeps(found[choice])]
+            if self._goal.concurrency or (self._machine.spent_s > self._goal.seconds and len(missed) < len(found)):
                 break
-            lower = {choice: self._below(load, 2**lowering) for choice, load in missed.items()}
-            loads = {choice: load for choice, load in lower.items() if load is not None}
+            rungs = {choice: LADDER.index(loads[choice]) for choice in missed}
+            loads = {choice: LADDER[max(0, rung - 2**lowering)] for choice, rung in rungs.items() if rung}
         return found
 
-    def ranked(self, choices: Sequence[Choice] | dict[Choice, TuningPoint]) -> list[Choice]:
+    def ranked(self, choices: Iterable[Choice]) -> list[Choice]:
         """Return those that were tried, the best first."""
         known = [choice for choice in choices if choice in self._best]
         return sorted(known, key=lambda choice: self._rank(self._best[choice]), reverse=True)
 
-    @property
-    def best_point(self) -> TuningPoint | None:
-        """The best measured point that keeps the limit."""
-        ranked = self.ranked(self._best)
-        return self._best[ranked[0]] if ranked and self._best[ranked[0]].kept(self._goal.max_ms) else None
-
     def _learn(self) -> None:
         """Measure one copy with the largest batches and each number of threads, under rising load."""
-        if len(self._space.models) > 1 or self._goal.load is not None:
+        if len(self._space.models) > 1 or self._goal.concurrency is not None:
             return
         base = self._space.start
         axes = {axis.name: axis for axis in self._space.axes}
         for name, pick in (("instances", min), ("max_batch_size", max), ("delay_us", min)):
             base = axes[name].set(base, pick(axes[name].values)) if name in axes else base
-        threads = axes["threads"].values if "threads" in axes else (base[0].threads,)
-        for value in threads:
-            choice = axes["threads"].set(base, value) if "threads" in axes else base
+        choices = [axes["threads"].set(base, value) for value in axes["threads"].values] if "threads" in axes else [base]
+        for choice in choices:
             for in_flight in (1, 8, 64):
                 if not self._space.allows(choice) or self._is_over():
                     break
                 try:
-                    point = self._measured(choice, Load(concurrency=in_flight), self.window_s)
+                    point = self._measured(choice, in_flight, self.window_s)
                 except RefusedSettingsError as error:
                     self._refused[choice] = str(error)
                     break
@@ -246,14 +229,12 @@ class TuningSearch:
         """Return the choices with the highest predicted throughput, one for each division of the cores first."""
         if len(self._space.models) > 1:
             return []
-        predicted: list[tuple[float, float, Choice]] = []
+        predicted: dict[Choice, tuple[float, float]] = {}
         for choice in self._space.all():
-            found = self._model.predict(choice[0], self._goal.max_ms)
-            if found is not None and choice != self._space.start:
+            if found := self._model.predict(choice[0], self._goal.max_ms):
                 # Of choices with the same prediction, the one with the shortest delay and the smallest batch is tried first.
-                predicted.append((-found.rate, choice[0].delay_us + choice[0].max_batch_size, choice))
-        predicted.sort(key=lambda one: one[:2])
-        ordered = [choice for *_, choice in predicted]
+                predicted[choice] = -found[0], choice[0].delay_us + choice[0].max_batch_size
+        ordered = sorted(predicted, key=lambda choice: predicted[choice])
         first: dict[tuple[SettingValue, ...], Choice] = {}
         for choice in ordered:
             first.setdefault((choice[0].instances, choice[0].threads, choice[0].padded, choice[0].precision), choice)
@@ -261,99 +242,84 @@ class TuningSearch:
 
     def _climb(self, choice: Choice, seconds: float) -> None:
         """Move one setting at a time by one place, as long as that is better."""
-        self._measured_for(choice, seconds)
+        self.try_choice(choice, seconds)
         here, improved = choice, True
         while improved:
             improved = False
             for other in [*self._filled(here), *self._space.neighbours(here)]:
                 if self._is_over():
                     return
-                self._measured_for(other, seconds)
-                if other in self._best and here in self._best and self._beats(other, here):
+                self.try_choice(other, seconds)
+                if other in self._best and here in self._best and self._beats(self._best[other], self._best[here]):
                     here, improved = other, True
                     break
 
     def _filled(self, choice: Choice) -> list[Choice]:
         """Return the choice with the smallest batch that holds the rows of its batches: a full one need not wait for more."""
-        rows = self._best[choice].batch_rows if len(choice) == 1 and choice in self._best else None
-        for axis in self._space.axes:
-            if axis.name == "max_batch_size" and rows:
-                fitting = next((value for value in axis.values if int(value) >= round(rows)), None)
-                smaller = None if fitting is None else axis.set(choice, fitting)
-                return [smaller] if smaller not in (None, choice) and self._space.allows(smaller) else []
-        return []
-
-    def _measured_for(self, choice: Choice, seconds: float) -> None:
-        if self._longest.get(choice, 0.0) < seconds:
-            self.try_choice(choice, seconds=seconds)
+        rows = self._best[choice].mean_batch_size if len(choice) == 1 and choice in self._best else None
+        batches = next((axis for axis in self._space.axes if axis.name == "max_batch_size"), None)
+        if rows is None or batches is None:
+            return []
+        found = [batches.set(choice, value) for value in batches.values if int(value) >= round(rows)][:1]
+        return [one for one in found if one != choice and self._space.allows(one)]
 
     def _highest(self, choice: Choice, seconds: float) -> TuningPoint:
-        limit_ms = self._goal.max_ms
-        if self._goal.load is not None:
-            return self._measured(choice, self._goal.load, seconds)
+        """Measure from the load that is expected to be the highest within the limit, up or down the ladder."""
+        if self._goal.concurrency is not None:
+            return self._measured(choice, self._goal.concurrency, seconds)
         tried: dict[int, TuningPoint] = {}
 
         def at(rung: int) -> TuningPoint:
             if rung not in tried:
-                tried[rung] = self._measured(choice, Load(concurrency=LADDER[rung]), seconds)
+                tried[rung] = self._measured(choice, LADDER[rung], seconds)
             return tried[rung]
 
-        rung = self._first_rung(choice)
+        first = rung = self._first_rung(choice)
         point = at(rung)
-        if point.kept(limit_ms):
+        if self._keeps(point):
             while rung + STRIDE < len(LADDER):
                 higher = at(rung + STRIDE)
-                if not higher.kept(limit_ms) or higher.rate < SATURATED * point.rate:
+                if not self._keeps(higher) or higher.requests_per_second < SATURATED * point.requests_per_second:
                     break
                 rung, point = rung + STRIDE, higher
         else:
-            while rung > 0 and not point.kept(limit_ms):
+            while rung > 0 and not self._keeps(point):
                 rung = max(0, rung - STRIDE)
                 point = at(rung)
-        if point.kept(limit_ms) and rung + 1 < len(LADDER):
-            at(rung + 1)
-        if rung > 0 and rung - 1 not in tried and point.kept(limit_ms) and rung == self._first_rung(choice):
-            at(rung - 1)
-        kept = [one for one in tried.values() if one.kept(limit_ms)]
-        return max(kept, key=lambda one: one.rate) if kept else min(tried.values(), key=lambda one: one.latency_ms)
+        if self._keeps(point):
+            for beside in (rung + 1, rung - 1) if rung == first else (rung + 1,):
+                at(max(0, min(beside, len(LADDER) - 1)))
+        return max(tried.values(), key=self._rank)
 
     def _first_rung(self, choice: Choice) -> int:
         """Return the rung of the load to begin with: of an earlier measurement, the prediction, or the best choice so far."""
         wanted = 2.0 * max(1, choice[0].max_batch_size // self._goal.rows)
-        known = self._best.get(choice) or self.best_point
         predicted = self._model.predict(choice[0], self._goal.max_ms) if len(choice) == 1 else None
-        if choice not in self._best and predicted is not None:
-            wanted = max(1.0, predicted.in_flight / self._goal.rows)
-        elif known is not None:
-            wanted = known.load.amount
+        if choice in self._best:
+            wanted = self._best[choice].concurrency
+        elif predicted is not None:
+            wanted = max(1.0, predicted[1] / self._goal.rows)
+        elif (best := max(self._best.values(), key=self._rank, default=None)) and self._keeps(best):
+            wanted = best.concurrency
         return min(range(len(LADDER)), key=lambda rung: abs(math.log(LADDER[rung] / wanted)))
 
-    def _measured(self, choice: Choice, load: Load, seconds: float, number: int = 0) -> TuningPoint:
-        point = self._machine.measure(choice, load, seconds, number)
+    def _measured(self, choice: Choice, concurrency: int, seconds: float, number: int = 0) -> TuningPoint:
+        point = self._machine.measure(choice, concurrency, seconds, number)
         self._points.append(point)
         if len(choice) == 1:
-            self._model.learn(choice[0], point.batch_rows, point.compute_ms)
+            self._model.learn(choice[0], point.mean_batch_size, point.compute_ms)
         return point
 
-    def _score(self, point: TuningPoint) -> float:
-        """Throughput; at a rate, which all choices reach, the speed of an answer."""
-        return 1.0 / max(point.latency_ms, 1e-6) if point.load.rate is not None else point.rate
+    def _keeps(self, point: TuningPoint) -> bool:
+        return point.kept(self._goal.max_ms)
 
     def _rank(self, point: TuningPoint) -> tuple[bool, float]:
-        kept = point.kept(self._goal.max_ms)
-        return kept, self._score(point) if kept else -point.latency_ms
+        return (True, point.requests_per_second) if self._keeps(point) else (False, -point.latency_ms)
 
-    def _beats(self, one: Choice, other: Choice) -> bool:
-        here, there = self._best[one], self._best[other]
-        if here.kept(self._goal.max_ms) and there.kept(self._goal.max_ms):
-            return self._score(here) > GAIN * self._score(there)
-        return self._rank(here) > self._rank(there)
-
-    def _below(self, load: Load, rungs: int) -> Load | None:
-        """Return a lower load of the ladder; None below the lowest, and for a load that was asked for."""
-        if self._goal.load is not None or load.concurrency is None or load.concurrency <= LADDER[0]:
-            return None
-        return Load(concurrency=LADDER[max(0, LADDER.index(load.concurrency) - rungs)])
+    def _beats(self, one: TuningPoint, other: TuningPoint) -> bool:
+        if self._keeps(one) and self._keeps(other):
+            return one.requests_per_second >= GAIN * other.requests_per_second
+        return self._rank(one) > self._rank(other)
 
     def _is_over(self) -> bool:
         return self._machine.spent_s >= self._goal.seconds * (1 - FINAL_SHARE)
@@ -362,7 +328,7 @@ class TuningSearch:
 def _medians(points: Sequence[TuningPoint]) -> TuningPoint:
     return replace(
         points[0],
-        rate=median(point.rate for point in points),
+        requests_per_second=median(point.requests_per_second for point in points),
         latency_ms=median(point.latency_ms for point in points),
         failed=sum(point.failed for point in points),
     )

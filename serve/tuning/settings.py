@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeAlias
 
@@ -54,10 +54,10 @@ class TunedAxis:
     name: str  # field of TunedSettings
     values: tuple[SettingValue, ...]
 
-    def at(self, choice: Choice, step: int) -> Choice | None:
-        """Return the choice with the value `step` places further; None at the end of the values."""
-        index = self.values.index(getattr(choice[self.model], self.name)) + step
-        return self.set(choice, self.values[index]) if 0 <= index < len(self.values) else None
+    def beside(self, choice: Choice) -> list[Choice]:
+        """Return the choice with the next value, and with the one before."""
+        index = self.values.index(getattr(choice[self.model], self.name))
+        return [self.set(choice, self.values[place]) for place in (index + 1, index - 1) if 0 <= place < len(self.values)]
 
     def set(self, choice: Choice, value: SettingValue) -> Choice:
         """Return the choice with another value; batches of one row wait for none."""
@@ -80,22 +80,20 @@ class SearchSpace:
         """Return whether a choice fits the cores and is not another one with a value that has no effect."""
         threaded = {axis.model for axis in self.axes if axis.name == "threads"}
         return choice == self.start or all(
-            settings.instances * self._threads(settings, is_set=number in threaded) <= self.cores
+            # Threads that the server chooses may be as many as cores.
+            settings.instances * ((settings.threads or self.cores) if number in threaded else 1) <= self.cores
             and (settings.max_batch_size > 1 or not settings.delay_us)
             for number, settings in enumerate(choice)
         )
 
-    def _threads(self, settings: TunedSettings, *, is_set: bool) -> int:
-        """Return the threads of a copy to count: those that the server chooses may be as many as cores."""
-        return (settings.threads or self.cores) if is_set else 1
-
     def neighbours(self, choice: Choice) -> list[Choice]:
         """Return the choices that differ in one setting by one place, or divide all cores otherwise among copies."""
-        found: list[Choice | None] = [axis.at(choice, step) for axis in self.axes for step in (1, -1)]
-        for copies, threads in self._divisions():
-            pairs = [pair for pair in product(copies.values, threads.values) if math.prod(map(int, pair)) == self.cores]
-            found += [threads.set(copies.set(choice, count), each) for count, each in pairs]
-        return [one for one in dict.fromkeys(found) if one not in (None, choice) and self.allows(one)]
+        found = [other for axis in self.axes for other in axis.beside(choice)]
+        for copies, threads in product(self.axes, repeat=2):
+            if (copies.name, threads.name, copies.model) == ("instances", "threads", threads.model):
+                pairs = [pair for pair in product(copies.values, threads.values) if math.prod(map(int, pair)) == self.cores]
+                found += [threads.set(copies.set(choice, count), each) for count, each in pairs]
+        return [one for one in dict.fromkeys(found) if one != choice and self.allows(one)]
 
     def all(self) -> Iterator[Choice]:
         """Yield every choice."""
@@ -105,12 +103,6 @@ class SearchSpace:
                 choice = axis.set(choice, value)
             if self.allows(choice):
                 yield choice
-
-    def _divisions(self) -> list[tuple[TunedAxis, TunedAxis]]:
-        by_name = {(axis.model, axis.name): axis for axis in self.axes}
-        numbers = range(len(self.models))
-        pairs = [(by_name.get((n, "instances")), by_name.get((n, "threads"))) for n in numbers]
-        return [(copies, threads) for copies, threads in pairs if copies is not None and threads is not None]
 
 
 def settings_of(config: ModelConfig) -> TunedSettings:
@@ -128,18 +120,10 @@ def settings_of(config: ModelConfig) -> TunedSettings:
     )
 
 
-def axes_of(
-    index: int, config: ModelConfig, *, cores: int, limit_ms: float, rows: int, precisions: Sequence[str]
-) -> list[TunedAxis]:
-    """Return the axes of a model with a completed configuration.
+def axes_of(index: int, config: ModelConfig, *, cores: int, limit_ms: float, rows: int) -> list[TunedAxis]:
+    """Return the axes of the model `index` with a completed configuration, but for its precision.
 
-    Args:
-        index: index of the model.
-        config: its configuration, which says whether it is on a device, has batches, and is padded.
-        cores: cores that it may use.
-        limit_ms: the latency limit.
-        rows: fewest rows that a batch must be able to hold.
-        precisions: precisions in which the model may be computed.
+    `rows` are the fewest that a batch must be able to hold.
     """
     now = settings_of(config)
     on_device = any(group.kind == ModelInstanceGroup.KIND_GPU for group in config.instance_group)
@@ -153,38 +137,33 @@ def axes_of(
         found["delay_us"] = [delay for delay in DELAYS_US if delay <= limit_ms * 1e3 * DELAY_SHARE]
     if now.padded:
         found["padded"] = (False, True)
-    found["precision"] = precisions
-    with_now = {name: tuple(sorted({*values, getattr(now, name)})) for name, values in found.items()}
-    return [TunedAxis(model=index, name=name, values=values) for name, values in with_now.items() if len(values) > 1]
+    axes = [
+        TunedAxis(model=index, name=name, values=tuple(sorted({*values, getattr(now, name)}))) for name, values in found.items()
+    ]
+    return [axis for axis in axes if len(axis.values) > 1]
 
 
 def configured(config: ModelConfig, now: TunedSettings, wanted: TunedSettings, backend: str) -> ModelConfig:
-    """Return a configuration, which need not be complete, with the wanted settings; what is as it is `now` is left as it is
-    written.
-    """
+    """Return a configuration with the wanted settings. It need not be complete; what stays as it is `now` stays as written."""
     result = ModelConfig()
     result.CopyFrom(config)
-    changed = {one.name for one in fields(TunedSettings) if getattr(now, one.name) != getattr(wanted, one.name)}
-    parameters = result.parameters
-    if "instances" in changed:
+    parameters, batching = result.parameters, result.dynamic_batching
+    if wanted.instances != now.instances:
         if not result.instance_group:
             result.instance_group.add()
         del result.instance_group[1:]
         result.instance_group[0].count = wanted.instances
-    if "threads" in changed:
+    if wanted.threads != now.threads:
         parameters[THREAD_KEYS[backend]].string_value = str(wanted.threads)
-    if "max_batch_size" in changed:
+    if wanted.max_batch_size != now.max_batch_size:
         result.max_batch_size = wanted.max_batch_size
-        preferred = result.dynamic_batching.preferred_batch_size
-        kept = [size for size in preferred if size <= wanted.max_batch_size]
-        del preferred[:]
-        preferred.extend(kept)
-        result.dynamic_batching.SetInParent()
-    if "delay_us" in changed:
-        result.dynamic_batching.max_queue_delay_microseconds = wanted.delay_us
-    if "padded" in changed:
+        batching.preferred_batch_size[:] = [size for size in batching.preferred_batch_size if size <= wanted.max_batch_size]
+        batching.SetInParent()
+    if wanted.delay_us != now.delay_us:
+        batching.max_queue_delay_microseconds = wanted.delay_us
+    if wanted.padded != now.padded:
         for key in (KEY, BUCKETS_KEY, TOKENS_KEY):
             parameters.pop(key, None)
-    if "precision" in changed:
+    if wanted.precision != now.precision:
         parameters[PRECISION_KEY].string_value = wanted.precision
     return result

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from google.protobuf import json_format
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.benchmark import BenchmarkError
-from halfserve.serve.benchmark.level import Level, Load
+from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
+from halfserve.serve.benchmark.level import Load, ServerTotals
 from halfserve.serve.benchmark.load.load_generator import undisturbed
 from halfserve.serve.benchmark.load.spec import INTERRUPTED
 from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
@@ -26,7 +28,7 @@ from halfserve.serve.client.client import Client
 from halfserve.serve.client.errors import ClientError, InvalidRequest
 from halfserve.serve.engine.backend import ONNX
 from halfserve.serve.engine.ensembles.graph import is_ensemble, step_models
-from halfserve.serve.tuning import TuningArgumentError, TuningError
+from halfserve.serve.fleet.member.handover import end_with
 from halfserve.serve.tuning.search import RefusedSettingsError, TuningPoint
 from halfserve.serve.tuning.settings import Choice, SearchSpace, TunedAxis, TunedSettings, axes_of, configured, settings_of
 
@@ -40,31 +42,37 @@ HALVES = ("float32", "bfloat16", "float16")
 def own_server(repository: Path, model: str, options: Sequence[str]) -> Iterator[str]:
     """Start a server of a repository that loads configurations by request; yields the address of gRPC.
 
-    It is in a session of its own, so that Ctrl-C reaches only this process, which ends it after its last call.
+    It is in a session of its own, so that Ctrl-C reaches only this process, which ends it after its last call. On Linux it ends
+    with this process, however that ends.
 
     Raises:
-        TuningError: it does not start; the text has its last line.
+        BenchmarkError: it does not start; the text has its last line.
     """
     command = [sys.executable, "-m", "halfserve", "serve", str(repository), "--json", "--model-control", "explicit"]
     command += ["--load-model", model, "--processes", "1", "--grpc-port", "0", "--http-port", "-1", "--metrics-port", "-1"]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            [*command, *options],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+            preexec_fn=partial(end_with, os.getpid()) if os.name == "posix" else None,  # noqa: PLW1509  (no thread runs yet)
+        )
         try:
             line = process.stdout.readline() if process.stdout is not None else ""
             if not line:
                 log.seek(0)
                 said = log.read().decode(errors="replace").strip().splitlines() or ["it said nothing"]
-                raise TuningError(f"the server to measure did not start: {said[-1]}")
+                raise BenchmarkError(f"the server to measure did not start: {said[-1]}")
             yield f"127.0.0.1:{json.loads(line)['grpc_port']}"
         finally:
             process.terminate()
             try:
-                process.wait(STOP_S)
+                process.communicate(timeout=STOP_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+                process.communicate()
 
 
 class TunedServer:
@@ -73,148 +81,135 @@ class TunedServer:
     Attributes:
         models: the models that are tuned: the model itself, or the steps of an ensemble.
         completed: the configuration in force at the start, of each of them.
-        start: the tuned settings in it.
-        bases: configurations that settings are put into: the completed ones, or what files declare.
-        processes: load processes, each with a connection.
-        progress: shows each load; nothing is on the screen until it begins.
+        start: their settings.
+        target: the load target.
     """
 
-    def __init__(self, address: str, model: str, requests: RequestSettings, *, percent: float, processes: int) -> None:
-        """Connect.
+    def __init__(self, address: str, model: str, requests: RequestSettings, *, percent: float, bar: ProgressBar) -> None:
+        """Connect, and try the requests; each measurement is shown on `bar`.
 
         Raises:
-            ClientError: the server does not answer, or has no such model.
-            TuningArgumentError: the model cannot be tuned.
+            ClientError: the server does not answer, has no such model, or refuses the requests.
+            BenchmarkArgumentError: the model cannot be tuned, or the requests do not fit it.
         """
-        self._address, self._model, self._requests = address, model, requests
-        self._percent, self.processes = percent, processes
-        self._target: LoadTarget | None = None
-        self._client = Client(address, timeout_s=LOAD_S, tls=requests.tls, token=requests.token, metadata=requests.metadata)
-        try:
+        self._address, self._requests, self._percent, self._bar = address, requests, percent, bar
+        # Settings of each model whose load was asked for; None while it is not known which ones are in force.
+        self._loaded: dict[str, TunedSettings | None] = {}
+        with ExitStack() as stack:
+            self._client = stack.enter_context(
+                Client(address, timeout_s=LOAD_S, tls=requests.tls, token=requests.token, metadata=requests.metadata)
+            )
             config = self._client.model_config(model, "")
             self.models = tuple(step_models(config)) or (model,)
-            self._is_batched = config.max_batch_size > 0
-            self._fewest_rows = config.max_batch_size if is_ensemble(config) else 1
             self.completed: tuple[ModelConfig, ...] = tuple(self._client.model_config(name, "") for name in self.models)
             for name, one in zip(self.models, self.completed, strict=True):
                 _require_tunable(name, one)
-        except BaseException:
-            self._client.close()
-            raise
-        self.start: Choice = tuple(map(settings_of, self.completed))
-        self.bases: tuple[ModelConfig, ...] = self.completed
-        self.progress = ProgressBar()
-        self._loaded: dict[str, TunedSettings] = {}  # settings of each model that was loaded with some
-        self._touched: set[str] = set()  # models whose loads were asked for, completed or not
-
-    @property
-    def target(self) -> LoadTarget:
-        """The load target. Raises BenchmarkArgumentError or ClientError: the requests do not fit the model."""
-        if self._target is None:
-            self._target = LoadTarget(self._address, [self._model], self._requests)
-        return self._target
+            self.start: Choice = tuple(map(settings_of, self.completed))
+            self.target = stack.enter_context(LoadTarget(address, [model], requests))
+            # Each batch must be able to hold the rows of each request, and of an ensemble's batch.
+            shapes = [tensor.shape for request in self.target.plain_requests for tensor in request.inputs if tensor.shape]
+            self._rows = config.max_batch_size if is_ensemble(config) else max((shape[0] for shape in shapes), default=1)
+            self._stack = stack.pop_all()
 
     def answer(self) -> bytes:
         """Return the outputs of a request, which differ where the model on a server does."""
-        outputs = self.target.client.infer_message(self.target.plain_requests[0]).raw_output_contents
-        return b"".join(outputs)
+        return b"".join(self._client.infer_message(self.target.plain_requests[0]).raw_output_contents)
 
     def space(self, cores: int, limit_ms: float) -> SearchSpace:
-        """Return what may be tried with so many cores and this latency limit.
-
-        Each batch must be able to hold the rows of each request, and of an ensemble's batch.
-        """
-        shapes = [tensor.shape for request in self.target.plain_requests for tensor in request.inputs]
-        rows = max(self._fewest_rows, *(int(shape[0]) for shape in shapes if shape and self._is_batched), 1)
+        """Return what may be tried with so many cores and this latency limit."""
         axes: list[TunedAxis] = []
         for index, config in enumerate(self.completed):
-            found = self._precisions(index)
-            axes += axes_of(index, config, cores=cores, limit_ms=limit_ms, rows=rows, precisions=found)
+            axes += axes_of(index, config, cores=cores, limit_ms=limit_ms, rows=self._rows)
+            if len(precisions := self._precisions(index)) > 1:
+                axes.append(TunedAxis(model=index, name="precision", values=precisions))
         return SearchSpace(models=self.models, axes=tuple(axes), start=self.start, cores=cores)
 
-    def load(self, index: int, settings: TunedSettings) -> None:
-        """Load a model with settings. Raises RefusedSettingsError: the server refuses them, and serves as before."""
-        name = self.models[index]
-        if self._loaded.get(name) == settings:
-            return
-        config = configured(self.bases[index], self.start[index], settings, self.completed[index].backend)
-        self._touched.add(name)
-        try:
-            self._client.load_model(name, config=_as_json(config, settings.max_batch_size))
-        except InvalidRequest as error:
-            raise RefusedSettingsError(str(error)) from None
-        self._loaded[name] = settings
-
-    def measure(self, choice: Choice, load: Load, seconds: float) -> TuningPoint:
+    def measure(self, choice: Choice, concurrency: int, seconds: float) -> TuningPoint:
         """Load the settings, and measure. Raises RefusedSettingsError: the server refuses them, or no request succeeds."""
         for index, settings in enumerate(choice):
-            self.load(index, settings)
+            self._load(index, settings)
         how = Measurement(
             seconds=seconds,
             warmup_s=min(LONGEST_WARM_UP_S, seconds * WARM_UP_SHARE),
             timeout_s=self._requests.timeout_s,
-            percent=self._percent,
-            connections=self.processes,
+            connections=self._requests.processes,
         )
+        load = Load(concurrency=concurrency)
         try:
-            level = measure(self.target.bench, load, how, lambda tally: self.progress.window(load, tally))
+            level = measure(self.target.bench, load, how, lambda tally: self._bar.window(load, tally))
         except BenchmarkError as error:
             if not self._client.is_live():
-                raise TuningError(f"the server at {self._address} ended during a measurement: {error}") from None
+                raise BenchmarkError(f"the server at {self._address} ended during a measurement: {error}") from None
             raise RefusedSettingsError(str(error)) from None
         if level.ended_early == INTERRUPTED:
             raise KeyboardInterrupt
-        self.progress.done(level)
-        return _point(choice, level, self._percent)
+        self._bar.done(level)
+        server = level.server or ServerTotals()
+        return TuningPoint(
+            choice=choice,
+            concurrency=concurrency,
+            requests_per_second=level.requests_per_second,
+            latency_ms=level.percentile_ms(self._percent),
+            failed=level.failed,
+            mean_batch_size=server.mean_batch_size,
+            compute_ms=server.compute_ms,
+        )
 
-    def restore(self) -> list[str]:
-        """Load the configurations of the start again; returns a line for each model that has kept other settings."""
-        trouble = []
+    def restore(self) -> None:
+        """Load the configurations of the start again; show which models keep other settings."""
         with undisturbed():
             for name, config in zip(self.models, self.completed, strict=True):
-                if name not in self._touched:
-                    continue
-                try:
-                    self._client.load_model(name, config=_as_json(config, config.max_batch_size))
-                except ClientError as error:
-                    trouble.append(f"model {name!r} keeps the settings that were measured last; load it again: {error}")
-        self._loaded.clear()
-        self._touched.clear()
-        return trouble
-
-    def close(self) -> None:
-        if self._target is not None:
-            self._target.close()
-        self._client.close()
+                if name in self._loaded:
+                    try:
+                        self._ask_to_load(name, config)
+                    except ClientError as error:
+                        self._bar.note(f"model {name!r} keeps the settings that were measured last; load it again: {error}")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._stack.close()
 
-    def _precisions(self, index: int) -> list[str]:
+    def _load(self, index: int, settings: TunedSettings) -> None:
+        """Load a model with settings. Raises RefusedSettingsError: the server refuses them, and serves as before."""
+        name, config = self.models[index], self.completed[index]
+        if self._loaded.get(name) == settings:
+            return
+        self._loaded[name] = None
+        try:
+            self._ask_to_load(name, configured(config, self.start[index], settings, config.backend))
+        except InvalidRequest as error:
+            raise RefusedSettingsError(str(error)) from None
+        self._loaded[name] = settings
+
+    def _ask_to_load(self, name: str, config: ModelConfig) -> None:
+        fields = json_format.MessageToDict(config, preserving_proto_field_name=True)
+        # JSON leaves a 0 out, which would mean the server's default.
+        self._client.load_model(name, config={**fields, "max_batch_size": config.max_batch_size})
+
+    def _precisions(self, index: int) -> tuple[str, ...]:
         """Return values of the precision that differ here in what is computed, of which a passed verdict allows each."""
         config, now = self.completed[index], self.start[index]
         if config.backend != ONNX.backend or _reported(config, "certificate") != "passed":
-            return []
+            return ()
         found = {_computed(config): now.precision}
         for precision in HALVES:
             try:
-                self.load(index, replace(now, precision=precision))
+                self._load(index, replace(now, precision=precision))
             except RefusedSettingsError:
                 continue
             found.setdefault(_computed(self._client.model_config(self.models[index], "")), precision)
-        return list(found.values())
+        return tuple(sorted(found.values()))
 
 
 def _require_tunable(name: str, config: ModelConfig) -> None:
     if config.HasField("sequence_batching"):
-        raise TuningArgumentError(
+        raise BenchmarkArgumentError(
             f"model {name!r} keeps sequences, whose requests depend on each other; expected a model without sequence_batching"
         )
     if is_ensemble(config):
-        raise TuningArgumentError(f"model {name!r} is an ensemble among the steps of another; tune the two one by one")
+        raise BenchmarkArgumentError(f"model {name!r} is an ensemble among the steps of another; tune the two one by one")
 
 
 def _reported(config: ModelConfig, key: str) -> str:
@@ -225,21 +220,3 @@ def _reported(config: ModelConfig, key: str) -> str:
 
 def _computed(config: ModelConfig) -> tuple[str, str]:
     return _reported(config, "provider"), _reported(config, "precision")
-
-
-def _as_json(config: ModelConfig, max_batch_size: int) -> Mapping[str, Any]:
-    """Return the JSON of a configuration, with the batch size in it where it is 0 too."""
-    return {**json_format.MessageToDict(config, preserving_proto_field_name=True), "max_batch_size": max_batch_size}
-
-
-def _point(choice: Choice, level: Level, percent: float) -> TuningPoint:
-    server = level.server
-    return TuningPoint(
-        choice=choice,
-        load=level.load,
-        rate=level.requests_per_second,
-        latency_ms=level.percentile_ms(percent),
-        failed=level.failed,
-        batch_rows=server.mean_batch_size if server else None,
-        compute_ms=server.compute_ms if server else None,
-    )

@@ -1,10 +1,9 @@
 """The report of a tuning: as one object, as a table for the terminal, and as JSON or a page with its Pareto front.
 
-The JSON file holds one object: "model", "address" (null for a server of its own), "date", "command", "goal" {"percent",
-"max_ms"}, "models" (the tuned ones), "in_force" and "best" (medians, null if there is none), "nearest", "ended_early", "points"
-(all measurements), "front" (indices in "points"), "refused" [{"settings", "reason"}] and "changes" [{"path", "diff"}]. A
-measurement has "settings" (one object for each tuned model), "concurrency" or "rate", "requests_per_second", "latency_ms",
-"failed", "mean_batch_size" and "compute_ms".
+The JSON file holds one object: "model", "address" (null for a server of its own), "date", "command", "goal", "models" (the
+tuned ones), "in_force" and "best" (medians, null if there is none), "nearest", "ended_early", "points" (all measurements),
+"front" (those of the Pareto front), "refused" [{"choice", "reason"}] and "changes" [{"path", "diff"}]. A measurement has
+"choice" (the settings of each tuned model) and the figures of `TuningPoint`.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from rich.table import Table
 
 from halfserve.files.atomic_files import atomic_file
 from halfserve.serve.tuning.config_edit import ConfigEdit
-from halfserve.serve.tuning.search import TuningGoal, TuningOutcome, TuningPoint
-from halfserve.serve.tuning.settings import Choice, choice_text
+from halfserve.serve.tuning.search import TuningGoal, TuningOutcome
+from halfserve.serve.tuning.settings import choice_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,52 +46,35 @@ class TuningReport:
     def to_json(self) -> dict[str, Any]:
         """Return the object of the JSON file, as this module's docstring describes it."""
         outcome = self.outcome
-        numbers = {id(point): number for number, point in enumerate(outcome.points)}
         return {
             "model": self.model,
             "models": list(self.models),
             "address": self.address,
             "date": self.date.isoformat(timespec="seconds"),
             "command": self.command,
-            "goal": {"percent": self.goal.percent, "max_ms": self.goal.max_ms},
-            "in_force": outcome.start and _json(outcome.start),
-            "best": outcome.best and _json(outcome.best),
-            "nearest": _json(outcome.nearest),
+            "goal": asdict(self.goal),
+            "in_force": outcome.start and asdict(outcome.start),
+            "best": outcome.best and asdict(outcome.best),
+            "nearest": asdict(outcome.nearest),
             "ended_early": outcome.ended_early,
-            "points": [_json(point) for point in outcome.points],
-            "front": [numbers[id(point)] for point in outcome.front()],
-            "refused": [{"settings": _settings(choice), "reason": reason} for choice, reason in outcome.refused.items()],
-            "changes": [{"path": str(edit.path), "diff": edit.diff} for edit in self.edits if edit.diff],
+            "points": [asdict(point) for point in outcome.points],
+            "front": [asdict(point) for point in outcome.front()],
+            "refused": [{"choice": [*map(asdict, choice)], "reason": reason} for choice, reason in outcome.refused.items()],
+            "changes": [{"path": str(edit.path), "diff": edit.diff} for edit in self.edits],
         }
 
     def table(self) -> Table:
         """Return the settings in force and the chosen ones, then the Pareto front."""
         outcome = self.outcome
         table = Table(title=self.title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-        for heading in ("", "settings", "load", "requests\n/s", f"p{self.goal.percent:g}\nms"):
+        for heading in ("", "settings", "in\nflight", "requests\n/s", f"p{self.goal.percent:g}\nms"):
             table.add_column(heading, justify="left" if heading in ("", "settings") else "right")
-        named = {"in force": outcome.start, "best" if outcome.best else "nearest": outcome.best or outcome.nearest}
-        rows = [(name, point) for name, point in named.items() if point is not None]
+        rows = [("in force", outcome.start), ("best" if outcome.best else "nearest", outcome.best or outcome.nearest)]
         for name, point in [*rows, *(("front", point) for point in outcome.front())]:
-            table.add_row(name, choice_text(point.choice), point.load.text, f"{point.rate:,.0f}", f"{point.latency_ms:.2f}")
+            if point is not None:
+                figures = (str(point.concurrency), f"{point.requests_per_second:,.0f}", f"{point.latency_ms:.2f}")
+                table.add_row(name, choice_text(point.choice), *figures)
         return table
-
-
-def _settings(choice: Choice) -> list[dict[str, Any]]:
-    return [asdict(settings) for settings in choice]
-
-
-def _json(point: TuningPoint) -> dict[str, Any]:
-    return {
-        "settings": _settings(point.choice),
-        "concurrency": point.load.concurrency,
-        "rate": point.load.rate,
-        "requests_per_second": point.rate,
-        "latency_ms": point.latency_ms,
-        "failed": point.failed,
-        "mean_batch_size": point.batch_rows,
-        "compute_ms": point.compute_ms,
-    }
 
 
 def write_report(path: Path, report: TuningReport) -> None:
@@ -103,7 +85,7 @@ def write_report(path: Path, report: TuningReport) -> None:
 
 
 def _page(report: TuningReport) -> str:
-    from halfserve.serve.benchmark.page import STYLE, html_table  # noqa: PLC0415  (matplotlib is slow to import)
+    from halfserve.serve.benchmark.page import as_page, html_table  # noqa: PLC0415  (matplotlib is slow to import)
 
     body = [
         f"<h1>{escape(report.title)}</h1>",
@@ -113,10 +95,9 @@ def _page(report: TuningReport) -> str:
         html_table(report.table()),
         "<h2>Throughput and latency</h2>",
         _front_plot(report),
-        *(f"<h2>{escape(str(edit.path))}</h2><pre>{escape(edit.diff)}</pre>" for edit in report.edits if edit.diff),
+        *(f"<h2>{escape(str(edit.path))}</h2><pre>{escape(edit.diff)}</pre>" for edit in report.edits),
     ]
-    head = f'<meta charset="utf-8"><title>{escape(report.title)}</title><style>{STYLE}</style>'
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(body) + "\n</body></html>\n"
+    return as_page(report.title, body)
 
 
 def _front_plot(report: TuningReport) -> str:
@@ -125,13 +106,14 @@ def _front_plot(report: TuningReport) -> str:
 
     outcome = report.outcome
     figure, axes = new_figure("throughput [requests/s]", f"latency p{report.goal.percent:g} [ms]")
-    axes.scatter([p.rate for p in outcome.points], [p.latency_ms for p in outcome.points], s=9, color=GREY, label="measured")
-    front = outcome.front()
-    axes.plot([p.rate for p in front], [p.latency_ms for p in front], "o-", color=BLUE, label="Pareto front")
+    for points, line, colour, label in (
+        (outcome.points, ".", GREY, "measured"),
+        (outcome.front(), "o-", BLUE, "Pareto front"),
+        ([outcome.start] if outcome.start else [], "s", ORANGE, "in force"),
+        ([outcome.best] if outcome.best else [], "*", ORANGE, "best"),
+    ):
+        axes.plot([p.requests_per_second for p in points], [p.latency_ms for p in points], line, color=colour, label=label)
     axes.axhline(report.goal.max_ms, color=ORANGE, linestyle="--", label="limit")
-    for name, point, marker in (("in force", outcome.start, "s"), ("best", outcome.best, "*")):
-        if point is not None:
-            axes.plot([point.rate], [point.latency_ms], marker, markersize=12, color=ORANGE, label=name)
     axes.set_yscale("log")
     axes.set_xlim(left=0)
     return as_svg(figure, axes)

@@ -5,8 +5,12 @@ Open file descriptors are passed as JSON. Processes behind the same ports share 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +22,7 @@ LOST_DEVICE_CODE = 75  # EX_TEMPFAIL: the worker's exit code after a device was 
 GRPC, HTTP, METRICS, ADMIN = "grpc", "http", "metrics", "admin"
 COUNTS_FILE = "connections"
 COUNT_BYTES = 8  # size of one count
+PR_SET_PDEATHSIG = 1  # constant of <sys/prctl.h>
 GONE = 2**62  # count of a server that does not accept connections
 Sockets = dict[str, list[int]]  # file descriptors of listening sockets, by purpose
 
@@ -119,3 +124,11 @@ class ConnectionCounts:
     def all_accept(self) -> bool:
         """Return whether every server accepts connections."""
         return max(self._counts) < GONE
+
+
+def end_with(parent: int) -> None:
+    """Have the system kill this process when the thread that started it ends; exit now if it has ended already (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

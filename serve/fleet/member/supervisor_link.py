@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
-import signal
 import socket
-import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 from halfserve.serve.engine.errors import FailedPreconditionError
-from halfserve.serve.fleet.member.handover import VARIABLE, Handover
+from halfserve.serve.fleet.member.handover import VARIABLE, Handover, end_with
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.transports.listener import ConnectionLimit
 
 logger = logging.getLogger(__name__)
-
-PR_SET_PDEATHSIG = 1  # constant of <sys/prctl.h>
 
 
 class SupervisorLink:
@@ -90,14 +85,6 @@ class Membership:
 
     async def leave(self) -> None:
         """Leave the group; must be called after all requests are answered."""
-
-
-def end_with(parent: int) -> None:
-    """Have the system kill this process when the thread that started it ends; exit now if it has ended already (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def take_over(environment: MutableMapping[str, str]) -> SupervisorLink | None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from halfserve.serve.benchmark.level import Load
 from halfserve.serve.tuning.search import LADDER, RefusedSettingsError, TuningPoint
 from halfserve.serve.tuning.settings import Choice, SearchSpace, TunedAxis, TunedSettings
 
@@ -26,21 +25,26 @@ class SyntheticMachine:
     noise: float = 0.0  # standard deviation of the logarithm of each figure
     refused_above: int = 10**6  # largest batch that the machine accepts
     spent_s: float = 0.0
-    measured: list[tuple[Choice, Load, float, int]] = field(default_factory=list)
+    measured: list[tuple[Choice, int, float, int]] = field(default_factory=list)
     _random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
 
-    def measure(self, choice: Choice, load: Load, seconds: float, number: int) -> TuningPoint:
+    def measure(self, choice: Choice, concurrency: int, seconds: float, number: int) -> TuningPoint:
         (settings,) = choice
         if settings.max_batch_size > self.refused_above:
             raise RefusedSettingsError(f"batches of {settings.max_batch_size} rows do not fit")
         last = self.measured[-1][0] if self.measured else None
-        self.measured.append((choice, load, seconds, number))
+        self.measured.append((choice, concurrency, seconds, number))
         self.spent_s += seconds * 1.3 + (RELOAD_S if choice != last else 0.0)
-        rate, mean_ms, rows = self.exact(settings, load.concurrency or 1)
+        rate, mean_ms, rows = self.exact(settings, concurrency)
         rate, mean_ms = (value * float(np.exp(self._random.normal(0, self.noise))) for value in (rate, mean_ms))
         compute_ms = self.compute_ms(settings, rows)
         return TuningPoint(
-            choice=choice, load=load, rate=rate, latency_ms=TAIL * mean_ms, batch_rows=rows, compute_ms=compute_ms
+            choice=choice,
+            concurrency=concurrency,
+            requests_per_second=rate,
+            latency_ms=TAIL * mean_ms,
+            mean_batch_size=rows,
+            compute_ms=compute_ms,
         )
 
     def compute_ms(self, settings: TunedSettings, rows: float) -> float:

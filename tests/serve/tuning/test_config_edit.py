@@ -8,7 +8,6 @@ import pytest
 from google.protobuf import text_format
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.tuning import TuningError
 from halfserve.serve.tuning.config_edit import edited
 
 TEXT = """# of the team
@@ -21,70 +20,75 @@ dynamic_batching {
 }
 parameters { key: "halfserve.padding" value { string_value: "x[1]=0" } }
 parameters { key: "foo" value { string_value: "bar" } }  # foo
-instance_group < count: 1 >; metric_tags { key: "a" value: "b" }"""
+parameters { key: "threads" value { string_value: "1" } }
+metric_tags { key: "a" value: "b" }
+instance_group < count: 1 >"""
 
 
 def parsed(text: str) -> ModelConfig:
     return text_format.Parse(text, ModelConfig())
 
 
-def test_only_changed_fields_are_written_in_another_way() -> None:
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "config.pbtxt").write_text(TEXT)
+    return tmp_path / "config.pbtxt"
+
+
+def test_only_changed_fields_are_written_in_another_way(path: Path) -> None:
     wanted = parsed(TEXT)
     wanted.max_batch_size = 8
     wanted.instance_group[0].count = 2
     wanted.dynamic_batching.max_queue_delay_microseconds = 200
-    wanted.parameters["intra_op_thread_count"].string_value = "2"
+    wanted.parameters["threads"].string_value = "2"
+    wanted.parameters["new"].string_value = "3"
     del wanted.parameters["halfserve.padding"]
-    edit = edited(Path("config.pbtxt"), TEXT, wanted)
+    edit = edited(path, wanted)
     assert parsed(edit.after) == wanted
-    assert not edit.loses_comments
     removed = [line for line in edit.diff.splitlines() if line.startswith("-") and not line.startswith("---")]
     assert [line for line in removed if "#" in line] == ["-max_batch_size: 32  # rows"]
-    assert "max_batch_size: 8  # rows\n" in edit.after
     for kept in (
         '# of the team\nname: "m" # its "name" { is kept\n',
-        "input [ {",
-        "# foo\n",
-        'metric_tags { key: "a" value: "b" }',
+        'input [ { name: "x # { no"',
+        'parameters { key: "foo" value { string_value: "bar" } }  # foo\n',
+        'metric_tags { key: "a" value: "b" }\n',
     ):
         assert kept in edit.after
 
 
-def test_an_equal_configuration_changes_nothing() -> None:
-    assert not edited(Path("config.pbtxt"), TEXT, parsed(TEXT)).diff
+def test_an_equal_configuration_changes_nothing(path: Path) -> None:
+    assert not edited(path, parsed(TEXT)).diff
 
 
 @pytest.mark.parametrize("before", [None, "", "max_batch_size: 1", "# only this"])
-def test_missing_fields_are_added_at_the_end(before: str | None) -> None:
+def test_missing_fields_are_added_at_the_end(path: Path, before: str | None) -> None:
+    path.unlink() if before is None else path.write_text(before)
     wanted = parsed((before or "").replace("1", "4") + "\ninstance_group { count: 2 }")
-    edit = edited(Path("config.pbtxt"), before, wanted)
+    edit = edited(path, wanted)
     assert parsed(edit.after) == wanted
     assert ("# only" in edit.after) == ("# only" in (before or ""))
 
 
-def test_a_list_of_which_one_element_changes_loses_its_comments_visibly() -> None:
-    before = 'input [ { name: "x" }, # first\n { name: "y" } ]  # both'
-    wanted = parsed('input { name: "x" } input { name: "z" }')
-    edit = edited(Path("config.pbtxt"), before, wanted)
-    assert parsed(edit.after) == wanted
-    assert edit.loses_comments or "# both" in edit.after
+@pytest.mark.parametrize(
+    "before",
+    [
+        'input [ { name: "x" }, # first\n { name: "y" } ]  # both\ninput { name: "a" } # last',
+        'platform: "onnx" # a text over lines\n  "runtime"\nmax_batch_size: 1',
+        "name: 'a'; max_batch_size: 1 # two fields",
+        "max_batch_size: 0 # written, although it is the default",
+    ],
+)
+def test_every_form_of_a_file_becomes_what_is_wanted(path: Path, before: str) -> None:
+    path.write_text(before)
+    wanted = parsed(before)
+    wanted.max_batch_size = 4
+    wanted.input.add(name="z")
+    assert parsed(edited(path, wanted).after) == wanted
 
 
-def test_writing_keeps_every_earlier_file(tmp_path: Path) -> None:
-    path = tmp_path / "config.pbtxt"
-    for number, text in enumerate(["max_batch_size: 1\n", "max_batch_size: 2\n"], 1):
+def test_writing_keeps_every_earlier_file(path: Path) -> None:
+    for backup, text in {"config.pbtxt.bak": TEXT, "config.pbtxt.bak1": "max_batch_size: 2\n"}.items():
         path.write_text(text)
-        backup = edited(path, text, ModelConfig(max_batch_size=8)).write()
-        assert backup is not None
-        assert backup.name == ("config.pbtxt.bak" if number == 1 else "config.pbtxt.bak2")
-        assert backup.read_text() == text
-        assert parsed(path.read_text()).max_batch_size == 8
-
-
-def test_a_file_that_was_changed_meanwhile_is_not_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "config.pbtxt"
-    path.write_text("max_batch_size: 3")
-    with pytest.raises(TuningError, match="changed during the tuning; nothing was written"):
-        edited(path, "max_batch_size: 1", ModelConfig(max_batch_size=8)).write()
-    assert [one.name for one in tmp_path.iterdir()] == ["config.pbtxt"]
-    assert path.read_text() == "max_batch_size: 3"
+        assert edited(path, ModelConfig(max_batch_size=8)).write() == path.with_name(backup)
+        assert path.with_name(backup).read_text() == text
+        assert parsed(path.read_text()) == ModelConfig(max_batch_size=8)
