@@ -144,6 +144,12 @@ class RequestSettings:
     token: str | None = None  # bearer token of every call; only over TLS, or to this machine
     metadata: Mapping[str, str] = field(default_factory=dict)  # gRPC metadata of every call
 
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """Headers of every call, with lower-case names; its token among them."""
+        named = tuple((name.lower(), value) for name, value in self.metadata.items())
+        return named if self.token is None else named + bearer(self.token)
+
 
 class LoadTarget:
     """A server or cluster that is ready to be loaded: it has answered one request for each model.
@@ -314,15 +320,13 @@ class LoadTarget:
     def _generator(self, places: Sequence[tuple[str, int]]) -> LoadGenerator:
         (host, port), *others = places
         method = "ModelStreamInfer" if self._options.streaming else "ModelInfer"
-        token = self._options.token
         target = LoadEndpoint(
             host=host,
             port=port,
             path=method_path(method),
             streaming=self._options.streaming,
             tls=None if self._options.tls is None else tls_paths(self._options.tls),
-            headers=tuple((name.lower(), value) for name, value in self._options.metadata.items())
-            + (() if token is None else bearer(token)),
+            headers=self._options.headers,
             others=tuple(others),
         )
         messages = [request.SerializeToString() for _, request in self.requests]
