@@ -7,7 +7,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from halfserve.serve.engine.errors import InferenceError, NotFoundError
+from halfserve.serve.engine.errors import NotFoundError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.http.guards import client_of
 from halfserve.serve.http.responses import json_in_pieces, json_response
@@ -166,13 +166,10 @@ class TextRoutes:
         endpoint = self._endpoint
         content = await endpoint.content(request)
         model = await endpoint.only(request, TEXT_TASKS)
-        try:
+        with endpoint.recorded(request, model.name):
             refuse_fields(content, {"prompt_name": "write the prompt in front of each text"})
             texts = one_or_more(content.get("inputs"), "inputs")
             with_special = flag_field(content, "add_special_tokens", default=True)
-        except InferenceError as error:
-            endpoint.refuse(request, model.name, error)
-            raise
         _, tokens = await endpoint.tokenized(
             request, model, lambda loaded: loaded.described(texts, "inputs", with_special=with_special)
         )
