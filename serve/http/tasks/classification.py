@@ -10,14 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from halfserve.serve.engine.config.parameters import own_parameter
-from halfserve.serve.http.routing.error_forms import ErrorForm, Fault, InputError
-from halfserve.serve.http.routing.operations import BodyContent, Component, DescribedAnswer, RestOperation, Tag
-from halfserve.serve.http.routing.route_table import serves
+from halfserve.serve.http.routing.error_forms import Fault, InputError
+from halfserve.serve.http.routing.operations import BodyContent, Component, DescribedAnswer
 from halfserve.serve.http.tasks.row_requests import Vector
 from halfserve.serve.http.tasks.text_bodies import TeiTruncationJson, Text, flag_field, require_count, shown, truncates
-from halfserve.serve.http.tasks.text_endpoint import CHOICE, OF_TEI_TEXTS, TextEndpoint, json_rows, sigmoid
+from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, serves_tei, sigmoid
 from halfserve.serve.http.tasks.tokenized_models import CLASSIFICATION, labels_of
-from halfserve.serve.protocol.rpc import INFERENCE
 
 RESULT_BYTES = 48  # JSON of one result, without the label
 
@@ -36,22 +34,15 @@ class ClassificationRoutes:
     def __init__(self, endpoint: TextEndpoint) -> None:
         self._endpoint = endpoint
 
-    @serves(
-        "POST",
+    @serves_tei(
         "/predict",
-        INFERENCE,
-        RestOperation(
-            "predict",
-            Tag.TEXT,
-            f"Classes of texts, as text-embeddings-inference's. {CHOICE}",
-            DescribedAnswer(
-                "The classes of the text, or a list of them for each text, the most likely first.",
-                BodyContent(TeiPredictions),
-            ),
-            takes=(BodyContent(TeiPredictBody, {"inputs": "the train is late again"}),),
-            errors=OF_TEI_TEXTS,
+        "predict",
+        "Classes of texts",
+        BodyContent(TeiPredictBody, {"inputs": "the train is late again"}),
+        DescribedAnswer(
+            "The classes of the text, or a list of them for each text, the most likely first.",
+            BodyContent(TeiPredictions),
         ),
-        form=ErrorForm.TEI,
     )
     async def tei(self, request: Request) -> Response:
         """Return all classes of each text, the most likely first: with scores from 0 to 1, or with `raw_scores` logits."""

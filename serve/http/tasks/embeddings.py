@@ -29,7 +29,7 @@ from halfserve.serve.http.tasks.text_bodies import (
     truncates,
     whole_field,
 )
-from halfserve.serve.http.tasks.text_endpoint import CHOICE, OF_TEI_TEXTS, OF_TEXTS, TextEndpoint, json_rows, json_with_rows
+from halfserve.serve.http.tasks.text_endpoint import OF_TEXTS, TextEndpoint, json_rows, json_with_rows, serves_tei
 from halfserve.serve.http.tasks.tokenized_models import EMBEDDINGS
 from halfserve.serve.protocol.rpc import INFERENCE
 
@@ -134,19 +134,12 @@ class EmbeddingRoutes:
 
         return await endpoint.answer(request, JSON_BYTES * sum(map(len, vectors)), write)
 
-    @serves(
-        "POST",
+    @serves_tei(
         "/embed",
-        INFERENCE,
-        RestOperation(
-            "embed",
-            Tag.TEXT,
-            f"Embeddings of texts, as text-embeddings-inference's. {CHOICE}",
-            DescribedAnswer("A vector for each text.", BodyContent(TeiVectors)),
-            takes=(BodyContent(TeiEmbedBody, {"inputs": ["the train leaves at seven"], "truncate": True}),),
-            errors=OF_TEI_TEXTS,
-        ),
-        form=ErrorForm.TEI,
+        "embed",
+        "Embeddings of texts",
+        BodyContent(TeiEmbedBody, {"inputs": ["the train leaves at seven"], "truncate": True}),
+        DescribedAnswer("A vector for each text.", BodyContent(TeiVectors)),
     )
     async def tei(self, request: Request) -> Response:
         """Return a list of vectors, of length 1 unless `normalize` is false."""

@@ -32,12 +32,11 @@ from halfserve.serve.http.tasks.text_bodies import (
     whole_field,
 )
 from halfserve.serve.http.tasks.text_endpoint import (
-    CHOICE,
-    OF_TEI_TEXTS,
     OF_TEXTS,
     TextEndpoint,
     json_rows,
     json_with_rows,
+    serves_tei,
     sigmoid,
 )
 from halfserve.serve.http.tasks.tokenized_models import RERANK
@@ -143,19 +142,12 @@ class RerankRoutes:
 
         return await endpoint.answer(request, _size(documents, most, with_texts=returns_documents), write)
 
-    @serves(
-        "POST",
+    @serves_tei(
         "/rerank",
-        INFERENCE,
-        RestOperation(
-            "teiRerank",
-            Tag.TEXT,
-            f"Texts by their relevance for a query, as text-embeddings-inference's. {CHOICE}",
-            DescribedAnswer("The most relevant first.", BodyContent(TeiRanks)),
-            takes=(BodyContent(TeiRerankBody, {"query": EXAMPLE["query"], "texts": EXAMPLE["documents"]}),),
-            errors=OF_TEI_TEXTS,
-        ),
-        form=ErrorForm.TEI,
+        "teiRerank",
+        "Texts by their relevance for a query",
+        BodyContent(TeiRerankBody, {"query": EXAMPLE["query"], "texts": EXAMPLE["documents"]}),
+        DescribedAnswer("The most relevant first.", BodyContent(TeiRanks)),
     )
     async def tei(self, request: Request) -> Response:
         """Return the texts, the most relevant first: scores from 0 to 1, or with `raw_scores` the model's logits."""

@@ -14,9 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from halfserve.serve.engine.model import Model
-from halfserve.serve.http.routing.error_forms import ErrorForm, InputError
-from halfserve.serve.http.routing.operations import BodyContent, Component, Count, DescribedAnswer, RestOperation, Tag
-from halfserve.serve.http.routing.route_table import serves
+from halfserve.serve.http.routing.error_forms import InputError
+from halfserve.serve.http.routing.operations import BodyContent, Component, Count, DescribedAnswer
 from halfserve.serve.http.tasks.embeddings import JSON_BYTES, NO_PROMPT, TeiTextsBody, normalized
 from halfserve.serve.http.tasks.row_requests import Matrix, Vector
 from halfserve.serve.http.tasks.text_bodies import (
@@ -29,10 +28,9 @@ from halfserve.serve.http.tasks.text_bodies import (
     texts_of,
     truncates,
 )
-from halfserve.serve.http.tasks.text_endpoint import CHOICE, OF_TEI_TEXTS, TextEndpoint, json_rows
+from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, serves_tei
 from halfserve.serve.http.tasks.tokenized_models import EMBEDDINGS, SPARSE_EMBEDDINGS, TOKEN_VECTORS
 from halfserve.serve.protocol.large_bytes import join_unlocked
-from halfserve.serve.protocol.rpc import INFERENCE
 
 ENTRY_BYTES = 40  # JSON of one entry of a sparse vector
 EXAMPLE = {"inputs": ["the train leaves at seven"], "truncate": True}
@@ -65,19 +63,12 @@ class TeiEmbeddingRoutes:
     def __init__(self, endpoint: TextEndpoint) -> None:
         self._endpoint = endpoint
 
-    @serves(
-        "POST",
+    @serves_tei(
         "/embed_all",
-        INFERENCE,
-        RestOperation(
-            "embedAll",
-            Tag.TEXT,
-            f"Vectors of all tokens of texts, as text-embeddings-inference's. {CHOICE}",
-            DescribedAnswer("A vector for each token of each text, special tokens included.", BodyContent(TeiTokenVectors)),
-            takes=(BodyContent(TeiTextsBody, EXAMPLE),),
-            errors=OF_TEI_TEXTS,
-        ),
-        form=ErrorForm.TEI,
+        "embedAll",
+        "Vectors of all tokens of texts",
+        BodyContent(TeiTextsBody, EXAMPLE),
+        DescribedAnswer("A vector for each token of each text, special tokens included.", BodyContent(TeiTokenVectors)),
     )
     async def tokens(self, request: Request) -> Response:
         """Return the vectors of the tokens of each text, as the model gives them."""
@@ -88,19 +79,12 @@ class TeiEmbeddingRoutes:
         size = JSON_BYTES * sum(matrix.size for matrix in matrices)
         return await self._endpoint.answer(request, size, lambda: _json_matrices(matrices))
 
-    @serves(
-        "POST",
+    @serves_tei(
         "/embed_sparse",
-        INFERENCE,
-        RestOperation(
-            "embedSparse",
-            Tag.TEXT,
-            f"Sparse embeddings of texts (SPLADE), as text-embeddings-inference's. {CHOICE}",
-            DescribedAnswer("The weights of each text that are not 0, by token id.", BodyContent(TeiSparseVectors)),
-            takes=(BodyContent(TeiTextsBody, EXAMPLE),),
-            errors=OF_TEI_TEXTS,
-        ),
-        form=ErrorForm.TEI,
+        "embedSparse",
+        "Sparse embeddings of texts (SPLADE)",
+        BodyContent(TeiTextsBody, EXAMPLE),
+        DescribedAnswer("The weights of each text that are not 0, by token id.", BodyContent(TeiSparseVectors)),
     )
     async def sparse(self, request: Request) -> Response:
         """Return the weights of each text that are not 0, in the order of their indices."""
@@ -109,19 +93,12 @@ class TeiEmbeddingRoutes:
         size = ENTRY_BYTES * sum(int(np.count_nonzero(vector)) for vector in vectors)
         return await self._endpoint.answer(request, size, lambda: json_rows(map(_entries, vectors)))
 
-    @serves(
-        "POST",
+    @serves_tei(
         "/similarity",
-        INFERENCE,
-        RestOperation(
-            "similarity",
-            Tag.TEXT,
-            f"Cosines of a text with others, as text-embeddings-inference's. {CHOICE}",
-            DescribedAnswer("A cosine for each sentence.", BodyContent(TeiSimilarities)),
-            takes=(BodyContent(TeiSimilarityBody, {"inputs": COMPARED}),),
-            errors=OF_TEI_TEXTS,
-        ),
-        form=ErrorForm.TEI,
+        "similarity",
+        "Cosines of a text with others",
+        BodyContent(TeiSimilarityBody, {"inputs": COMPARED}),
+        DescribedAnswer("A cosine for each sentence.", BodyContent(TeiSimilarities)),
     )
     async def similarity(self, request: Request) -> Response:
         """Return the cosine of the source sentence's vector with that of each other sentence."""

@@ -19,8 +19,9 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.http.http_options import HttpLimits
 from halfserve.serve.http.infer_route import inference_entry, record_refusal
 from halfserve.serve.http.request_body import BodyReader, memory_held
-from halfserve.serve.http.routing.error_forms import InputError
-from halfserve.serve.http.routing.operations import JSON_TYPE, OF_INFERENCE
+from halfserve.serve.http.routing.error_forms import ErrorForm, InputError
+from halfserve.serve.http.routing.operations import JSON_TYPE, OF_INFERENCE, BodyContent, DescribedAnswer, RestOperation, Tag
+from halfserve.serve.http.routing.route_table import Handler, serves
 from halfserve.serve.http.tasks.row_requests import (
     LEAST_AT_ONCE,
     ROW_TIMES,
@@ -35,13 +36,13 @@ from halfserve.serve.http.tasks.text_bodies import PARSER_TIMES, Content, Text, 
 from halfserve.serve.http.tasks.tokenized_models import TokenizedModel, TokenizedModels, TokenRow, task_of
 from halfserve.serve.http.tasks.tokenizing import R, TokenizerWork
 from halfserve.serve.protocol.large_bytes import join_unlocked
+from halfserve.serve.protocol.rpc import INFERENCE
 from halfserve.serve.protocol.service import Service
 
 T = TypeVar("T")
 MakeWork = Callable[[TokenizedModel], TokenizerWork[TokenRow]]
 # What the routes' descriptions have in common.
 OF_TEXTS: Final = OF_INFERENCE | {409}
-OF_TEI_TEXTS: Final = OF_TEXTS | {422}
 CHOICE: Final = "The query ?model=NAME names the model where several have the task."
 
 
@@ -231,6 +232,13 @@ class TextEndpoint:
             task = task_of(model) or "no task that its configuration names"
             raise InputError(f"model {name!r} is for {task}, {expected}", param="model")
         return model
+
+
+def serves_tei(path: str, name: str, summary: str, body: BodyContent, answer: DescribedAnswer) -> Callable[[Handler], Handler]:
+    """Declare a route of text-embeddings-inference that the method below answers."""
+    summary = f"{summary}, as text-embeddings-inference's. {CHOICE}"
+    operation = RestOperation(name, Tag.TEXT, summary, answer, takes=(body,), errors=OF_TEXTS | {422})
+    return serves("POST", path, INFERENCE, operation, form=ErrorForm.TEI)
 
 
 def json_rows(rows: Iterable[Any], before: bytes = b"", behind: bytes = b"") -> bytes:

@@ -16,7 +16,7 @@ from halfserve.serve.http.routing.operations import BodyContent, Component, Coun
 from halfserve.serve.http.routing.route_table import serves
 from halfserve.serve.http.tasks.described_tokens import TOGETHER, json_pieces
 from halfserve.serve.http.tasks.text_bodies import MAX_INPUTS, flag_field, one_or_more, refuse_fields
-from halfserve.serve.http.tasks.text_endpoint import CHOICE, OF_TEI_TEXTS, TextEndpoint
+from halfserve.serve.http.tasks.text_endpoint import CHOICE, TextEndpoint, serves_tei
 from halfserve.serve.http.tasks.tokenized_models import (
     EMBEDDINGS,
     RERANK,
@@ -26,7 +26,7 @@ from halfserve.serve.http.tasks.tokenized_models import (
     labels_of,
     task_of,
 )
-from halfserve.serve.protocol.rpc import INFERENCE, METADATA
+from halfserve.serve.protocol.rpc import METADATA
 
 OWNER = "halfserve"
 POOLINGS = (
@@ -147,19 +147,12 @@ class TextRoutes:
             }
         )
 
-    @serves(
-        "POST",
+    @serves_tei(
         "/tokenize",
-        INFERENCE,
-        RestOperation(
-            "tokenize",
-            Tag.TEXT,
-            f"The tokens of texts, as text-embeddings-inference's. {CHOICE}",
-            DescribedAnswer("The tokens of each text.", BodyContent(TeiTokens)),
-            takes=(BodyContent(TeiTokenizeBody, {"inputs": ["the train leaves at seven"]}),),
-            errors=OF_TEI_TEXTS,
-        ),
-        form=ErrorForm.TEI,
+        "tokenize",
+        "The tokens of texts",
+        BodyContent(TeiTokenizeBody, {"inputs": ["the train leaves at seven"]}),
+        DescribedAnswer("The tokens of each text.", BodyContent(TeiTokens)),
     )
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of each text, with their places in it."""
