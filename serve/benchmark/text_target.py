@@ -74,17 +74,18 @@ def parse_endpoint(text: str, address: str, texts: Path | None) -> RestEndpoint:
         InputArgumentError: the file cannot be read, or has no text.
     """
     url = text if "//" in text else f"http://{_bracketed(host_and_port(address)[0])}:{REST_PORT}{text}"
+    wrong = BenchmarkArgumentError(
+        f"--endpoint {text}: expected one of {', '.join(BODIES)}, or http://HOST:PORT and one of them"
+    )
     try:
         parts = urlsplit(url)
-        host, port = _bracketed(parts.hostname or ""), parts.port or DEFAULT_PORTS[parts.scheme]
+        port = parts.port or DEFAULT_PORTS[parts.scheme]
     except (ValueError, KeyError):  # the port is no number; another scheme
-        host = ""
-    if not host or parts.query or not parts.path.endswith(tuple(BODIES)):
-        raise BenchmarkArgumentError(
-            f"--endpoint {text}: expected one of {', '.join(BODIES)}, or http://HOST:PORT and one of them"
-        )
+        raise wrong from None
+    if not parts.hostname or parts.query or not parts.path.endswith(tuple(BODIES)):
+        raise wrong
     lines = made_up_texts() if texts is None else _lines(texts)
-    return RestEndpoint(url=url, host=host, port=port, path=parts.path, texts=lines)
+    return RestEndpoint(url=parts.geturl(), host=_bracketed(parts.hostname), port=port, path=parts.path, texts=lines)
 
 
 def _bracketed(host: str) -> str:
