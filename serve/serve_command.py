@@ -118,7 +118,8 @@ def serve(
     with _failures_logged_as(log_format):
         replaced = {}
         if isinstance(options.path, ObjectStorage):
-            place, replaced[path] = place_of(options.path)
+            place = place_of(options.path)
+            replaced[path] = place.url if isinstance(place, ObjectStorage) else str(place)
             options = replace(options, path=place)
         if becomes_supervisor:
             check_room(count)

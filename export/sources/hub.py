@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from halfserve.export.export_errors import ExportError, UsageError
@@ -15,24 +15,16 @@ CONFIG = "config.json"
 # Files in the repository itself: configurations, tokenizers, and what prepares pictures or audio.
 SMALL_SUFFIXES = (".json", ".txt", ".model")
 LAYER = re.compile(r"\d+_\w+/")  # the folder of one layer of sentence-transformers, such as 1_Pooling/
-# A file of weights, or a shard. Safetensors come first, as a pickle may hold more than tensors.
-WEIGHTS = (
-    re.compile(r"model(?:-\d+-of-(\d+))?\.safetensors"),
-    re.compile(r"pytorch_model(?:-\d+-of-(\d+))?\.bin"),
+# A file of weights, or shards. Safetensors come first, as a pickle may hold more than tensors.
+WEIGHTS = tuple(
+    re.compile(form) for form in (r"model\.safetensors", r"model-\d+-of-\d+\.safetensors", r"pytorch_model(-\d+-of-\d+)?\.bin")
 )
 
 
-def open_hub_model(
-    argument: str, name: str, revision: str, options: SourceOptions, progress: Callable[[str], None] = lambda _: None
-) -> Source:
-    """Return a model of the hub, after its files were fetched into the hub's cache.
+def open_hub_model(argument: str, name: str, revision: str, options: SourceOptions, progress: Callable[[str], None]) -> Source:
+    """Return the model `name` (ORG/NAME) at a revision, after its files were fetched into the hub's cache.
 
-    Args:
-        argument: The name as the user gave it.
-        name: `ORG/NAME`.
-        revision: A branch, a tag or a commit.
-        options: The user's options for the source.
-        progress: Called with each step before it begins.
+    `argument` is the name as the user gave it. `progress` is called with each step before it begins.
 
     Raises:
         ExportError: The model cannot be had, has no weights that can be read, or needs code of its own.
@@ -80,31 +72,22 @@ def _needed(model: HubModel) -> tuple[list[str], list[str]]:
     weights = _weights(model.files)
     if not weights:
         raise ExportError(
-            f"{model.pinned} has no whole weights that are read: expected model.safetensors or pytorch_model.bin, or all "
-            f"shards of one of them, in {model.listed(sorted(path for path in model.files if '/' not in path))}"
+            f"{model.pinned} has no weights that are read: expected model.safetensors or pytorch_model.bin, or the shards of "
+            f"one of them, in {model.listed(sorted(path for path in model.files if '/' not in path))}"
             f"{_onnx_hint(model)}{f'; {model.note}' if model.note else ''}"
         )
-    layers = {found[0] for path in model.files if (found := LAYER.match(path))}
-    for layer in layers:
-        inside = {path.removeprefix(layer) for path in model.files if path.startswith(layer)}
-        weights += [f"{layer}{path}" for path in _weights(inside)]
-    return [*_small(model.files, layers)], weights
-
-
-def _small(paths: Iterable[str], layers: Iterable[str]) -> Iterator[str]:
-    configs = {f"{layer}{CONFIG}" for layer in layers}
-    return (path for path in paths if path in configs or ("/" not in path and path.endswith(SMALL_SUFFIXES)))
+    small = [path for path in model.files if "/" not in path and path.endswith(SMALL_SUFFIXES)]
+    for layer in {found[0] for path in model.files if (found := LAYER.match(path))}:
+        inside = [path.removeprefix(layer) for path in model.files if path.startswith(layer)]
+        small += [layer + path for path in inside if path == CONFIG]
+        weights += [layer + path for path in _weights(inside)]
+    return small, weights
 
 
 def _weights(paths: Iterable[str]) -> list[str]:
-    """Return the file of weights, or its shards, in the safest form that is whole; empty if none is."""
-    for form in WEIGHTS:
-        found = [match for path in paths if (match := form.fullmatch(path))]
-        whole = [match[0] for match in found if match[1] is None]
-        shards = [match[0] for match in found if match[1] is not None and len(found) - len(whole) == int(match[1])]
-        if whole or shards:
-            return sorted(whole or shards)
-    return []
+    """Return the file of weights, or its shards, in the safest form that is there; empty if none is."""
+    found = (sorted(path for path in paths if form.fullmatch(path)) for form in WEIGHTS)
+    return next(filter(None, found), [])
 
 
 def _onnx_hint(model: HubModel) -> str:

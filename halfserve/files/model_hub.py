@@ -8,10 +8,10 @@ from __future__ import annotations
 import glob
 import logging
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,10 +25,9 @@ _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 NAME = re.compile(rf"(?P<name>{_PART}/{_PART})(?:@(?P<revision>refs/(?:pr|convert)/\w+|[^@/\s]+))?")
 OTHER_KINDS = ("datasets", "spaces", "buckets", "kernels")  # first words of hf:// URLs of what is no model
 DEFAULT_REVISION = "main"
-RECORDED = "config.json"  # fetched with each look at a revision, so that the cache knows the revision's commit
+RECORDED = "config.json"  # fetched with each look at a revision, so that the cache has a folder of its commit
 CHATTY = ("httpx", "httpx2")  # at INFO these log each request
 LISTED = 6  # files that an error names
-ROUNDS = 3  # looks at a revision that moves meanwhile
 
 
 class HubError(Exception):
@@ -83,22 +82,22 @@ def find_model(name: str, revision: str) -> HubModel:
         HubError: There is no such model or revision, it may not be read, or it is not in the cache of a machine without the
             hub.
     """
-    hub = _library(name)
-    with _told(hub, name, revision):
-        for _ in range(ROUNDS):
-            try:
-                info = hub.HfApi().model_info(name, revision=revision, files_metadata=True)
-            except Exception as error:
-                if not _is_away(hub, error):
-                    raise
-                return _cached(hub, name, revision, error)
+    hub, note = _library(name), ""
+    # The folder of the revision's commit in the cache, which then answers for a hub that is away.
+    folder_of = partial(hub.snapshot_download, name, revision=revision, allow_patterns=RECORDED)
+    with _in_one_line(hub, name, revision):
+        try:
+            folder = Path(folder_of())
+            info = hub.HfApi().model_info(name, revision=folder.name, files_metadata=True)
             files = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
-            found = HubModel(
-                name=name, revision=revision, commit=info.sha, endpoint=redacted(hub.constants.ENDPOINT), files=files
-            )
-            if RECORDED not in files or found.commit == _recorded(hub, name, revision).name:
-                return found
-    raise HubError(f"{name}: the revision {revision!r} moves while it is read; name a commit: {name}@COMMIT")
+        except Exception as error:
+            if not _is_away(hub, error):
+                raise
+            folder = Path(folder_of(local_files_only=True))
+            files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+            note = f"{_away(hub, error)}: {revision} is commit {folder.name} as this machine's cache has it"
+        endpoint = redacted(hub.constants.ENDPOINT)
+        return HubModel(name=name, revision=revision, commit=folder.name, endpoint=endpoint, files=files, note=note)
 
 
 def fetch_files(model: HubModel, *groups: Sequence[str]) -> Path:
@@ -110,8 +109,7 @@ def fetch_files(model: HubModel, *groups: Sequence[str]) -> Path:
         HubError: They cannot be read, or not be written.
     """
     hub = _library(model.name)
-    with _told(hub, model.name, model.revision), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of too little space, which the error says
+    with _in_one_line(hub, model.name, model.revision):
         for paths in groups:
             patterns = [glob.escape(path) for path in paths]
             folder = hub.snapshot_download(
@@ -127,7 +125,7 @@ def folder_for_results(name: str, key: str) -> Path:
         HubError: It cannot be made.
     """
     hub = _library(name)
-    with _told(hub, name, key):
+    with _in_one_line(hub, name, key):
         root = hub.constants.HF_ASSETS_CACHE
         return Path(hub.cached_assets_path("halfserve", namespace=name, subfolder=key, assets_dir=root))
 
@@ -147,31 +145,20 @@ def _library(model: str) -> ModuleType:
     return huggingface_hub
 
 
+@contextmanager
+def _in_one_line(hub: Any, name: str, revision: str) -> Iterator[None]:
+    """Turn every error of the library into one line."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  (the library's client for HTTP has errors of its own)
+        raise HubError(_text(hub, error, name, revision)) from None
+
+
 def _is_away(hub: Any, error: Any) -> bool:
-    """Return whether an error says that the hub cannot be asked, and nothing about the model."""
+    """Return whether an error of a request says that the hub cannot be asked, and nothing about the model."""
     if isinstance(error, hub.errors.HfHubHTTPError):
         return bool(error.response.status_code >= 500 or error.response.status_code == 429)
-    return not isinstance(error, hub.errors.HFValidationError)  # a name that the hub does not allow
-
-
-def _recorded(hub: Any, name: str, revision: str, *, is_away: bool = False) -> Path:
-    """Return the folder of a revision's commit in the cache."""
-    return Path(hub.snapshot_download(name, revision=revision, allow_patterns=RECORDED, local_files_only=is_away))
-
-
-def _cached(hub: Any, name: str, revision: str, error: Exception) -> HubModel:
-    why = _away(hub, error)
-    try:
-        folder = _recorded(hub, name, revision, is_away=True)
-    except hub.errors.LocalEntryNotFoundError:
-        raise HubError(
-            f"{why}, and {name}@{revision} is not in this machine's cache ({hub.constants.HF_HUB_CACHE}); {_cure(hub, error)}"
-        ) from None
-    files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    note = f"{why}: {revision} is commit {folder.name} as this machine's cache has it"
-    return HubModel(
-        name=name, revision=revision, commit=folder.name, endpoint=redacted(hub.constants.ENDPOINT), files=files, note=note
-    )
+    return not isinstance(error, (hub.errors.HFValidationError, hub.errors.LocalEntryNotFoundError))
 
 
 def _away(hub: Any, error: Any) -> str:
@@ -179,56 +166,36 @@ def _away(hub: Any, error: Any) -> str:
         return "HF_HUB_OFFLINE forbids requests to the hub"
     if isinstance(error, hub.errors.HfHubHTTPError):
         return f"{redacted(hub.constants.ENDPOINT)} answered {error.response.status_code}"
+    if isinstance(error, hub.errors.LocalEntryNotFoundError):
+        return "the hub cannot be asked"
     return f"{redacted(hub.constants.ENDPOINT)} cannot be reached ({_line(error)})"
 
 
-def _cure(hub: Any, error: Exception) -> str:
-    if isinstance(error, hub.errors.OfflineModeIsEnabled):
-        return "leave HF_HUB_OFFLINE out once, on a machine with a network, or set HF_HOME to where a copy is"
-    return "try again later, check the network and HF_ENDPOINT, or set HF_HOME to where a copy is"
-
-
-@contextmanager
-def _told(hub: Any, name: str, revision: str) -> Iterator[None]:
-    """Turn every error of the library into one line."""
-    try:
-        yield
-    except HubError:
-        raise
-    except Exception as error:  # noqa: BLE001  (the library's client for HTTP has errors of its own)
-        raise HubError(_text(hub, error, name, revision)) from None
-
-
-def _text(hub: Any, error: Exception, name: str, revision: str) -> str:
-    if isinstance(error, hub.errors.HfHubHTTPError) and not _is_away(hub, error):
-        return _refusal(hub, error, name, revision)
-    if isinstance(error, hub.errors.LocalEntryNotFoundError):
-        return f"{name}@{revision} is not whole in this machine's cache ({hub.constants.HF_HUB_CACHE}); {_cure(hub, error)}"
+def _text(hub: Any, error: Any, name: str, revision: str) -> str:
+    errors, endpoint, cache, missing = hub.errors, redacted(hub.constants.ENDPOINT), hub.constants.HF_HUB_CACHE, ""
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        missing = f", and this machine's cache ({cache}) has no whole copy of {name}@{revision}"
+        error = error.__cause__ or error.__context__ or error
+    token = "give a token that may read it as HF_TOKEN or by `hf auth login`"  # noqa: S105  (advice)
+    refusals = {
+        errors.HFValidationError: f"{name} is no name that a hub may have: {_line(error)}",
+        errors.GatedRepoError: f"{name} is gated; ask for access at {endpoint}/{name}, then {token}",
+        errors.RepositoryNotFoundError: f"{endpoint} has no model {name}, or it is private; check the name, or {token}",
+        errors.RevisionNotFoundError: f"{name} has no revision {revision!r}; expected a branch, a tag or a commit: "
+        f"{endpoint}/{name}/commits/main",
+    }
+    for kind, text in refusals.items():
+        if isinstance(error, kind):
+            return text
+    if isinstance(error, errors.HfHubHTTPError) and not _is_away(hub, error):
+        return f"{endpoint} refuses {name} with {error.response.status_code}; check the token in HF_TOKEN and what it may read"
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
-        return (
-            f"{name}: {error.filename or hub.constants.HF_HUB_CACHE} cannot hold a copy: {error.strerror}; make room, or name "
-            "another folder with HF_HOME"
-        )
-    if isinstance(error, hub.errors.HFValidationError):
-        return f"{name} is no name that a hub may have: {_line(error)}"
-    return f"{name}: {_away(hub, error)}; {_cure(hub, error)}"
-
-
-def _refusal(hub: Any, error: Any, name: str, revision: str) -> str:
-    endpoint, errors = redacted(hub.constants.ENDPOINT), hub.errors
-    if isinstance(error, errors.GatedRepoError):
-        return (
-            f"{name} is gated; ask for access at {endpoint}/{name}, then give a token of that account as HF_TOKEN or by "
-            "`hf auth login`"
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            f"{endpoint} has no model {name}, or it is private; check the name, or give a token that may read it as HF_TOKEN "
-            "or by `hf auth login`"
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"{name} has no revision {revision!r}; expected a branch, a tag or a commit: {endpoint}/{name}/commits/main"
-    return f"{endpoint} refuses {name} with {error.response.status_code}; check the token in HF_TOKEN and what it may read"
+        place = error.filename or cache
+        return f"{name}: {place} cannot hold a copy: {error.strerror}; make room, or name another folder with HF_HOME"
+    cure = "try again later, check the network and HF_ENDPOINT, or set HF_HOME to where a copy is"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        cure = "leave HF_HUB_OFFLINE out once, on a machine with a network, or set HF_HOME to where a copy is"
+    return f"{_away(hub, error)}{missing}; {cure}"
 
 
 def _line(error: Exception) -> str:

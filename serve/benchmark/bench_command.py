@@ -32,7 +32,7 @@ from halfserve.serve.benchmark.load_target import RequestSettings
 from halfserve.serve.benchmark.measurement import Goal, Measurement
 from halfserve.serve.benchmark.request_inputs import MAX_BYTES, parse_parameters, parse_shapes
 from halfserve.serve.benchmark.tables import ProgressBar, tables
-from halfserve.serve.benchmark.text_target import TextEndpoint, grpc_address, parse_endpoint
+from halfserve.serve.benchmark.text_target import RestEndpoint, parse_endpoint
 from halfserve.serve.client.channel_settings import CLUSTER
 from halfserve.serve.client.cli.connection_options import ADDRESS, AsJson, Credentials
 from halfserve.serve.client.cli.display import PipedConsole, printable
@@ -157,7 +157,7 @@ class BenchArguments:
         goal = None if self.max_latency_ms is None else Goal(percent=self.percentile, max_ms=self.max_latency_ms)
         endpoint = self._endpoint(models)
         campaign = Campaign(
-            address=self.address if endpoint is None else grpc_address(endpoint, self.address, default=ADDRESS),
+            address=self.address if endpoint is None or self.address != ADDRESS else endpoint.grpc_address,
             endpoint=endpoint,
             models=models,
             against=[_against(text, self.address) for text in self.against or []],
@@ -196,7 +196,7 @@ class BenchArguments:
         _check(campaign)
         return campaign
 
-    def _endpoint(self, models: Sequence[str]) -> TextEndpoint | None:
+    def _endpoint(self, models: Sequence[str]) -> RestEndpoint | None:
         if self.endpoint is None:
             if self.texts is not None:
                 raise BenchmarkArgumentError("--texts are for a REST path; expected --endpoint too, such as /embed")

@@ -15,7 +15,7 @@ from halfserve.serve.benchmark.load.spec import INTERRUPTED
 from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
 from halfserve.serve.benchmark.measurement import Goal, Measurement, measure, search
 from halfserve.serve.benchmark.tables import ProgressBar
-from halfserve.serve.benchmark.text_target import TextEndpoint, TextTarget
+from halfserve.serve.benchmark.text_target import RestEndpoint, TextTarget
 from halfserve.serve.client.errors import ClientError
 
 MAX_DEFAULT_PROCESSES = 8
@@ -32,7 +32,7 @@ class Campaign:
     loads: Sequence[Load]  # loads to measure in order; for a search, its lowest and highest load
     how: Measurement  # settings of each measurement
     options: RequestSettings  # contents and transport of the requests
-    endpoint: TextEndpoint | None = None  # REST endpoint for texts to load in place of the models' inference calls
+    endpoint: RestEndpoint | None = None  # REST endpoint for texts to load in place of the models' inference calls
     batch_sizes: Sequence[int] = (1,)  # rows per request; every load is measured with each
     # (address, model, version) of each load target to compare with; the version "" is the server's choice
     against: Sequence[tuple[str, str, str]] = ()
@@ -87,7 +87,7 @@ def _swept(campaign: Campaign, progress: ProgressBar) -> tuple[BenchmarkReport, 
 def _target(campaign: Campaign, options: RequestSettings) -> LoadTarget | TextTarget:
     if campaign.endpoint is None:
         return LoadTarget(campaign.address, campaign.models, options)
-    return TextTarget(campaign.address, campaign.models, options, campaign.endpoint)
+    return TextTarget(campaign.address, campaign.models[0], options, campaign.endpoint)
 
 
 def _levels(campaign: Campaign, target: LoadTarget | TextTarget, progress: ProgressBar) -> Iterator[Level]:
@@ -159,7 +159,7 @@ def _report(campaign: Campaign, target: LoadTarget | TextTarget) -> BenchmarkRep
     return BenchmarkReport(
         model="+".join(campaign.models),
         version="+".join(target.versions[model] for model in campaign.models),
-        address=campaign.address if campaign.endpoint is None else campaign.endpoint.url + campaign.endpoint.path,
+        address=campaign.address if campaign.endpoint is None else campaign.endpoint.url,
         provider=target.provider,
         command=campaign.command,
         notes=target.notes,

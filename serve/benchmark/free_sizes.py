@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-from halfserve.protos.inference_pb2 import ModelMetadataResponse
 from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.benchmark.request_inputs import RequestPlan
 
 SAMPLE_SHAPES = "halfserve.sample_shapes"  # parameter of the model's configuration: JSON, row shapes by input
 TOKENS, PIXELS, ANY = 128, 224, 16
@@ -17,69 +16,60 @@ IMAGE_DIMENSIONS = 3  # channels, height and width
 Shapes = Mapping[str, Sequence[int]]  # by input, without the batch dimension; -1 is any size
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Shapes for the inputs that have none."""
+class FreeSizes:
+    """The inputs of a plan that take any size, and have none by --shape or by a given array."""
 
-    shapes: Shapes
-    reason: str  # where the sizes come from
+    def __init__(self, plan: RequestPlan) -> None:
+        rows = 1 if plan.max_batch_size else 0
+        self._plan = plan
+        self._declared = {tensor.name: list(tensor.shape[rows:]) for tensor in plan.metadata.inputs}
+        self._chosen: Shapes = {**{name: array.shape[rows:] for name, array in plan.given.items()}, **plan.shapes}
+        self.shapes: Shapes = {n: shape for n, shape in self._declared.items() if -1 in shape and n not in self._chosen}
 
-    @property
-    def note(self) -> str:
-        return f"{self.reason}: {_options(self.shapes)} (the option sets others)"
+    def choices(self, config: ModelConfig, before: Shapes) -> Iterator[tuple[Shapes, str]]:
+        """Yield the shapes to try, the best first, and where they come from.
 
+        `before` has the shapes that were used for another model that this one is compared with.
+        """
+        own = json.loads(config.parameters[SAMPLE_SHAPES].string_value) if SAMPLE_SHAPES in config.parameters else {}
+        sizes = {
+            size
+            for name, shape in self._chosen.items()
+            for size, limit in zip(shape, self._declared.get(name, ()), strict=False)
+            if limit == -1
+        }
+        if self._fit(before):
+            yield {name: before[name] for name in self.shapes}, "sizes of the compared model"
+        if len(sizes) == 1:
+            yield self._filled(sizes.pop()), "sizes of the other inputs"
+        if self._fit(own):
+            yield {name: own[name] for name in self.shapes}, "sizes of the samples that the model was proved on"
+        integers = any(tensor.datatype.startswith("INT") for tensor in self._plan.metadata.inputs)
+        images = all(len(shape) == IMAGE_DIMENSIONS and shape[0] in CHANNELS for shape in self.shapes.values())
+        for size in dict.fromkeys((PIXELS if images else TOKENS if integers else ANY, ANY, 1)):
+            yield self._filled(size), "the model takes any size, and bench took"
 
-def declared_shapes(metadata: ModelMetadataResponse, max_batch_size: int) -> dict[str, list[int]]:
-    """Return the shape of one row of each input; of the whole input for a model without a batch dimension."""
-    return {tensor.name: list(tensor.shape[1 if max_batch_size else 0 :]) for tensor in metadata.inputs}
+    def refused(self, reason: str) -> str:
+        """Return the error for a model that answers no usual size, with the whole command that says the sizes."""
+        shapes = {name: self._plan.shapes.get(name, shape) for name, shape in self._declared.items() if -1 in shape}
+        model = self._plan.metadata.name
+        return (
+            f"model {model!r} takes inputs of any size, and refused those that were tried: {reason}; give the sizes, each N a"
+            f" number: halfserve bench {shlex.quote(model)} {shape_options(shapes)}"
+        )
 
+    def _fit(self, shapes: Shapes) -> bool:
+        return all(
+            len(shapes.get(name, ())) == len(declared)
+            and all(limit in (-1, size) for size, limit in zip(shapes[name], declared, strict=True))
+            for name, declared in self.shapes.items()
+        )
 
-def choices(metadata: ModelMetadataResponse, config: ModelConfig, chosen: Shapes, before: Shapes) -> Iterator[Choice]:
-    """Yield the shapes to try, the best first, for the inputs with free sizes that are not in `chosen`.
-
-    `chosen` has the shapes that are decided, by --shape or by a given array; `before` those that were used for another model
-    that this one is compared with.
-    """
-    declared = declared_shapes(metadata, config.max_batch_size)
-    free = {name: shape for name, shape in declared.items() if -1 in shape and name not in chosen}
-    own = json.loads(config.parameters[SAMPLE_SHAPES].string_value) if SAMPLE_SHAPES in config.parameters else {}
-    given = {
-        size
-        for name, shape in chosen.items()
-        if len(declared.get(name, ())) == len(shape)
-        for size, limit in zip(shape, declared[name], strict=True)
-        if limit == -1
-    }
-    if all(_fits(before.get(name, ()), shape) for name, shape in free.items()):
-        yield Choice({name: before[name] for name in free}, "sizes of the compared model")
-    if len(given) == 1:
-        yield Choice(_filled(free, given.pop()), "sizes of the other inputs")
-    if all(_fits(own.get(name, ()), shape) for name, shape in free.items()):
-        yield Choice({name: own[name] for name in free}, "sizes of the samples that the model was proved on")
-    integers = any(tensor.datatype.startswith("INT") for tensor in metadata.inputs)
-    images = all(len(shape) == IMAGE_DIMENSIONS and shape[0] in CHANNELS for shape in free.values())
-    for size in dict.fromkeys((PIXELS if images else TOKENS if integers else ANY, ANY, 1)):
-        yield Choice(_filled(free, size), "the model takes any size, and bench took")
-
-
-def refused_text(model: str, metadata: ModelMetadataResponse, max_batch_size: int, chosen: Shapes, reason: str) -> str:
-    """Return the error for a model that answers no usual size, with the whole command that says the sizes."""
-    declared = declared_shapes(metadata, max_batch_size)
-    shapes = {name: chosen.get(name, shape) for name, shape in declared.items() if -1 in shape}
-    return (
-        f"model {model!r} takes inputs of any size, and refused those that were tried: {reason}; give the sizes, each N a"
-        f" number: halfserve bench {shlex.quote(model)} {_options(shapes)}"
-    )
+    def _filled(self, size: int) -> Shapes:
+        return {name: [size if one == -1 else one for one in shape] for name, shape in self.shapes.items()}
 
 
-def _options(shapes: Shapes) -> str:
+def shape_options(shapes: Shapes) -> str:
+    """Return shapes as options of the command; N is any size."""
     texts = {name: ",".join("N" if size == -1 else str(size) for size in shape) for name, shape in shapes.items()}
     return " ".join(f"--shape {shlex.quote(f'{name}:{text}')}" for name, text in texts.items())
-
-
-def _fits(shape: Sequence[int], declared: Sequence[int]) -> bool:
-    return len(shape) == len(declared) and all(limit in (-1, size) for size, limit in zip(shape, declared, strict=True))
-
-
-def _filled(shapes: Shapes, size: int) -> Shapes:
-    return {name: [size if one == -1 else one for one in shape] for name, shape in shapes.items()}

@@ -20,7 +20,7 @@ from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
 from halfserve.serve.benchmark.captured_load import captured_messages
-from halfserve.serve.benchmark.free_sizes import choices, declared_shapes, refused_text
+from halfserve.serve.benchmark.free_sizes import FreeSizes, shape_options
 from halfserve.serve.benchmark.level import ServerTotals
 from halfserve.serve.benchmark.load.load_generator import LoadGenerator
 from halfserve.serve.benchmark.load.spec import LoadEndpoint, TlsPaths
@@ -144,6 +144,12 @@ class RequestSettings:
     token: str | None = None  # bearer token of every call; only over TLS, or to this machine
     metadata: Mapping[str, str] = field(default_factory=dict)  # gRPC metadata of every call
 
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """Headers of every call, with lower-case names; its token among them."""
+        named = tuple((name.lower(), value) for name, value in self.metadata.items())
+        return named if self.token is None else named + bearer(self.token)
+
 
 class LoadTarget:
     """A server or cluster that is ready to be loaded: it has answered one request for each model.
@@ -254,25 +260,21 @@ class LoadTarget:
 
     def _sized(self, model: str, plan: RequestPlan, config: ModelConfig, *, varies: bool) -> Sequence[ModelInferRequest]:
         """Return the plan's requests, with sizes that the model answers for inputs of any size without one."""
-        rows = 1 if config.max_batch_size else 0
-        chosen = {**{name: array.shape[rows:] for name, array in plan.given.items()}, **plan.shapes}
-        declared = declared_shapes(plan.metadata, config.max_batch_size)
-        if not any(-1 in shape for name, shape in declared.items() if name not in chosen):
+        free, reason = FreeSizes(plan), ""
+        if not free.shapes:
             return self._tried(model, plan.requests(), varies=varies)
-        reason = ""
-        for choice in choices(plan.metadata, config, chosen, self._options.usual_shapes):
-            sized = replace(plan, shapes={**plan.shapes, **choice.shapes})
+        for shapes, origin in free.choices(config, self._options.usual_shapes):
             try:
-                requests = self._tried(model, sized.requests(), varies=varies)
+                requests = self._tried(model, replace(plan, shapes={**plan.shapes, **shapes}).requests(), varies=varies)
             except ClientError as error:
                 if error.code not in SIZE_REFUSALS:
                     raise
                 reason = str(error)
             else:
-                self.notes.append(choice.note)
-                self.chosen_shapes |= choice.shapes
+                self.notes.append(f"{origin}: {shape_options(shapes)} (the option sets others)")
+                self.chosen_shapes |= shapes
                 return requests
-        raise BenchmarkArgumentError(refused_text(model, plan.metadata, config.max_batch_size, plan.shapes, reason))
+        raise BenchmarkArgumentError(free.refused(reason))
 
     def _tried(self, model: str, requests: Sequence[ModelInferRequest], *, varies: bool) -> Sequence[ModelInferRequest]:
         """Return the requests, after one was sent, so that the server's error is raised before any load.
@@ -313,15 +315,13 @@ class LoadTarget:
     def _generator(self, places: Sequence[tuple[str, int]]) -> LoadGenerator:
         (host, port), *others = places
         method = "ModelStreamInfer" if self._options.streaming else "ModelInfer"
-        token = self._options.token
         target = LoadEndpoint(
             host=host,
             port=port,
             path=method_path(method),
             streaming=self._options.streaming,
             tls=None if self._options.tls is None else tls_paths(self._options.tls),
-            headers=tuple((name.lower(), value) for name, value in self._options.metadata.items())
-            + (() if token is None else bearer(token)),
+            headers=self._options.headers,
             others=tuple(others),
         )
         messages = [request.SerializeToString() for _, request in self.requests]

@@ -107,9 +107,6 @@ class RequestPlan:
         if self.max_batch_size:
             declared = declared[1:]
         chosen = list(self.shapes.get(name, declared))
-        if -1 in chosen:
-            example = ",".join(str(size) if size > 0 else "N" for size in declared)
-            raise BenchmarkArgumentError(f"input {name!r} takes any size in {declared}; choose with --shape {name}:{example}")
         if len(chosen) != len(declared) or any(d not in (-1, c) for c, d in zip(chosen, declared, strict=True)):
             raise BenchmarkArgumentError(f"--shape {name}: {chosen} does not fit the model's {declared} (-1: any size)")
         return chosen

@@ -18,7 +18,7 @@ from halfserve.serve.benchmark.load.load_generator import LoadGenerator
 from halfserve.serve.benchmark.load.spec import LoadEndpoint, LoadSpec, TlsPaths
 from halfserve.serve.benchmark.load_target import RequestSettings, host_and_port, tls_paths
 from halfserve.serve.benchmark.measurement import Bench
-from halfserve.serve.client.channel_settings import bearer, check_encrypted, parse_address
+from halfserve.serve.client.channel_settings import check_encrypted, parse_address
 from halfserve.serve.client.cli.display import provider_of
 from halfserve.serve.client.cli.inputs import InputArgumentError
 from halfserve.serve.client.client import Client
@@ -26,17 +26,17 @@ from halfserve.serve.client.errors import ClientError
 
 Body = Callable[[str, Sequence[str]], dict[str, Any]]
 QUERY = "when does the train to the coast leave?"
-# The body of a request with these texts to a model, by path. Texts that are too long are cut, so that any file can be sent.
+# The body of a request with these texts to a model, by path. TEI's paths cut texts that are too long.
 BODIES: Mapping[str, Body] = {
-    "/embed": lambda _, texts: {"inputs": texts, "truncate": True},
-    "/embed_all": lambda _, texts: {"inputs": texts, "truncate": True},
-    "/embed_sparse": lambda _, texts: {"inputs": texts, "truncate": True},
+    **dict.fromkeys(("/embed", "/embed_all", "/embed_sparse"), lambda _, texts: {"inputs": texts, "truncate": True}),
     "/predict": lambda _, texts: {"inputs": [[text] for text in texts], "truncate": True},
     "/rerank": lambda _, texts: {"query": QUERY, "texts": texts, "truncate": True},
-    "/similarity": lambda _, texts: {"inputs": {"source_sentence": QUERY, "sentences": texts}},
+    "/similarity": lambda _, texts: {
+        "inputs": {"source_sentence": QUERY, "sentences": texts},
+        "parameters": {"truncate": True},
+    },
     "/v1/embeddings": lambda model, texts: {"model": model, "input": texts},
-    "/v1/rerank": lambda model, texts: {"model": model, "query": QUERY, "documents": texts},
-    "/v2/rerank": lambda model, texts: {"model": model, "query": QUERY, "documents": texts},
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank"), lambda model, texts: {"model": model, "query": QUERY, "documents": texts}),
 }
 DEFAULT_PORTS = {"http": 80, "https": 443}
 REST_PORT, GRPC_PORT = 8000, 8001
@@ -52,56 +52,44 @@ MEDIAN_WORDS, SPREAD, LONGEST_WORDS = 12, 0.8, 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextEndpoint:
-    """A path that takes texts, and the texts to send."""
+class RestEndpoint:
+    """A URL that takes texts, and the texts to send."""
 
-    url: str  # URL without the path
-    path: str  # path, one of BODIES at its end
+    url: str
+    host: str  # host name or address; an IPv6 address has brackets
+    port: int
+    path: str  # path of the URL, one of BODIES at its end
     texts: Sequence[str]
 
     @property
-    def body(self) -> Body:
-        return BODIES[next(name for name in sorted(BODIES, key=len, reverse=True) if self.path.endswith(name))]
-
-    @property
-    def place(self) -> tuple[str, int]:
-        """Host and port."""
-        parts = urlsplit(self.url)
-        return parts.hostname or "", parts.port or DEFAULT_PORTS[parts.scheme]
-
-    @property
-    def is_encrypted(self) -> bool:
-        return self.url.startswith("https:")
+    def grpc_address(self) -> str:
+        return f"{self.host}:{GRPC_PORT}"
 
 
-def parse_endpoint(text: str, address: str, texts: Path | None) -> TextEndpoint:
+def parse_endpoint(text: str, address: str, texts: Path | None) -> RestEndpoint:
     """Read `--endpoint`: a path such as /embed, on port 8000 of the host of `address`, or a whole URL; and the file of texts.
 
     Raises:
         BenchmarkArgumentError: it is neither, or no path that takes texts.
         InputArgumentError: the file cannot be read, or has no text.
     """
-    parts = urlsplit(text)
-    if parts.scheme:
-        try:
-            known = parts.scheme in DEFAULT_PORTS and parts.hostname and parts.port != 0
-        except ValueError:  # the port is no number
-            known = False
-        url = f"{parts.scheme}://{parts.netloc}"
-    else:
-        host = host_and_port(address)[0]
-        known, url = not parts.netloc, f"http://{f'[{host}]' if ':' in host else host}:{REST_PORT}"
-    if not known or parts.query or not parts.path.endswith(tuple(BODIES)):
-        raise BenchmarkArgumentError(
-            f"--endpoint {text}: expected one of {', '.join(BODIES)}, or http://HOST:PORT and one of them"
-        )
-    return TextEndpoint(url=url, path=parts.path, texts=made_up_texts() if texts is None else _lines(texts))
+    url = text if "//" in text else f"http://{_bracketed(host_and_port(address)[0])}:{REST_PORT}{text}"
+    wrong = BenchmarkArgumentError(
+        f"--endpoint {text}: expected one of {', '.join(BODIES)}, or http://HOST:PORT and one of them"
+    )
+    try:
+        parts = urlsplit(url)
+        port = parts.port or DEFAULT_PORTS[parts.scheme]
+    except (ValueError, KeyError):  # the port is no number; another scheme
+        raise wrong from None
+    if not parts.hostname or parts.query or not parts.path.endswith(tuple(BODIES)):
+        raise wrong
+    lines = made_up_texts() if texts is None else _lines(texts)
+    return RestEndpoint(url=parts.geturl(), host=_bracketed(parts.hostname), port=port, path=parts.path, texts=lines)
 
 
-def grpc_address(endpoint: TextEndpoint, given: str, *, default: str) -> str:
-    """Return the address of the endpoint's gRPC port: the one given, or port 8001 of its host."""
-    host, _ = endpoint.place
-    return given if given != default else f"{f'[{host}]' if ':' in host else host}:{GRPC_PORT}"
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _lines(path: Path) -> list[str]:
@@ -124,7 +112,7 @@ def made_up_texts() -> list[str]:
 
 
 class TextTarget:
-    """A REST endpoint that is ready to be loaded: it has answered one request for each model.
+    """A REST endpoint that is ready to be loaded: it has answered one request for the model.
 
     The server's own counters come from its gRPC port, where it has one.
 
@@ -133,53 +121,53 @@ class TextTarget:
         ClientError: a token would go unencrypted.
     """
 
-    def __init__(self, address: str, models: Sequence[str], options: RequestSettings, endpoint: TextEndpoint) -> None:
-        self.models = tuple(models)
-        self.versions = dict.fromkeys(models, options.version)
+    def __init__(self, address: str, model: str, options: RequestSettings, endpoint: RestEndpoint) -> None:
+        self.versions = {model: options.version}
         self.provider: str | None = None
         self.notes: list[str] = []
+        self._model = model
         self._options = options
-        host, port = endpoint.place
-        tls = options.tls is not None or endpoint.is_encrypted
-        if options.token is not None and not tls:
-            check_encrypted(parse_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}"), None)
-        self._stack = ExitStack()
-        try:
-            timeout_s = options.timeout_s
-            self._client = self._stack.enter_context(
-                Client(address, timeout_s=timeout_s, tls=options.tls, token=options.token, metadata=options.metadata)
+        path = max((path for path in BODIES if endpoint.path.endswith(path)), key=len)
+        # Rows that the server counts for one request.
+        self._rows = options.batch_size + 1 if path == "/similarity" else options.batch_size
+        is_encrypted = options.tls is not None or endpoint.url.startswith("https:")
+        if options.token is not None and not is_encrypted:
+            check_encrypted(parse_address(f"{endpoint.host}:{endpoint.port}"), None)
+        # Paths whose body names no model take it from the query; a server of one model ignores it.
+        query = "" if "model" in BODIES[path]("", []) else f"?model={quote(model, safe='')}"
+        files = TlsPaths() if options.tls is None else tls_paths(options.tls)
+        target = LoadEndpoint(
+            host=endpoint.host.strip("[]"),
+            port=endpoint.port,
+            path=endpoint.path + query,
+            is_rest=True,
+            tls=files if is_encrypted else None,
+            headers=options.headers,
+        )
+        texts, count = endpoint.texts, options.batch_size  # the last body is filled up from the beginning
+        parts = [[texts[(start + i) % len(texts)] for i in range(count)] for start in range(0, len(texts), count)]
+        bodies = [json.dumps(BODIES[path](model, part)).encode() for part in parts]
+        with ExitStack() as stack:
+            self._client = stack.enter_context(
+                Client(address, timeout_s=options.timeout_s, tls=options.tls, token=options.token, metadata=options.metadata)
             )
-            headers = tuple((name.lower(), value) for name, value in options.metadata.items())
-            target = LoadEndpoint(
-                host=host,
-                port=port,
-                path=endpoint.path,
-                is_rest=True,
-                tls=(TlsPaths() if options.tls is None else tls_paths(options.tls)) if tls else None,
-                headers=headers + (() if options.token is None else bearer(options.token)),
-            )
-            # Paths whose body names no model take it from the query; a server of one model ignores it.
-            if "model" not in endpoint.body("", []):
-                target = replace(target, path=f"{endpoint.path}?model={quote(self.models[0], safe='')}")
-            bodies = [json.dumps(body).encode() for body in _bodies(endpoint, self.models[0], options.batch_size)]
-            self.generator = self._stack.enter_context(LoadGenerator(target, bodies, processes=options.processes))
-            self._try(f"{endpoint.url}{endpoint.path}")
+            self.generator = stack.enter_context(LoadGenerator(target, bodies, processes=options.processes))
+            self._try(endpoint.url)
             self._read_facts()
-        except BaseException:
-            self._stack.close()
-            raise
+            self._stack = stack.pop_all()
 
     @property
     def bench(self) -> Bench:
-        return Bench(generator=self.generator, read_totals=self.totals, batch_size=self._options.batch_size, models=self.models)
+        rows = self._options.batch_size
+        return Bench(generator=self.generator, read_totals=self.totals, batch_size=rows, models=(self._model,))
 
     def totals(self) -> ServerTotals | None:
         """Return the server's counters, where a request counts once for all its texts; None without counters."""
         try:
-            found = ServerTotals.of(self._client.statistics(self.models[0], self._options.version))
+            found = ServerTotals.of(self._client.statistics(self._model, self._options.version))
         except ClientError:
             return None
-        return replace(found, requests=found.requests // self._options.batch_size)
+        return replace(found, requests=found.requests // self._rows)
 
     def __enter__(self) -> Self:
         return self
@@ -196,17 +184,10 @@ class TextTarget:
 
     def _read_facts(self) -> None:
         try:
-            config = self._client.model_config(self.models[0], self._options.version)
-            metadata = self._client.model_metadata(self.models[0], self._options.version)
+            config = self._client.model_config(self._model, self._options.version)
+            metadata = self._client.model_metadata(self._model, self._options.version)
         except ClientError as error:
             self.notes.append(f"without the server's counters, as its gRPC port does not give them: {error}")
             return
         self.provider = provider_of(config)
-        self.versions[self.models[0]] = self._options.version or "".join(metadata.versions[-1:])
-
-
-def _bodies(endpoint: TextEndpoint, model: str, count: int) -> list[dict[str, Any]]:
-    """Return a body for each `count` texts in order; the last is filled up from the beginning."""
-    texts = endpoint.texts
-    starts = range(0, max(len(texts), 1), count)
-    return [endpoint.body(model, [texts[(start + i) % len(texts)] for i in range(count)]) for start in starts]
+        self.versions[self._model] = self._options.version or "".join(metadata.versions[-1:])

@@ -24,7 +24,7 @@ from halfserve.serve.protocol.rpc import SERVER_NAME, Headers, Layer, Rpc, Serve
 from halfserve.serve.protocol.shared_memory import SharedMemory
 from halfserve.serve.protocol.shared_memory_regions import SharedMemoryMode
 from halfserve.serve.protocol.status import status_name
-from halfserve.serve.protocol.timings import TIMINGS_HEADER, added_for
+from halfserve.serve.protocol.timings import TIMED, TIMINGS_HEADER
 
 SERVICE = "inference.GRPCInferenceService"
 INFER_PATH = f"/{SERVICE}/ModelInfer"
@@ -128,8 +128,8 @@ class Service(ServerView):
         """
         forwarded = self.forwarded.http if is_rest else self.forwarded.grpc
         added = b"" if forwarded is None else forwarded.parameters(headers)
-        if is_rest and TIMINGS_HEADER in headers:
-            added += added_for(headers[TIMINGS_HEADER])
+        if is_rest and headers.get(TIMINGS_HEADER, b"").strip().lower() == b"true":
+            added += TIMED
         return self.inference.for_caller(Caller(peer, headers, holder, client, is_rest=is_rest), added)
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 from halfserve.protos.request_parameters import TIMINGS
 from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.engine.requests import Parameter
@@ -19,6 +19,8 @@ from halfserve.serve.protocol.messages import split_response
 # computing until the batch's outputs are split; the total ends when the response is written.
 TIMES: Final = {"queue": "halfserve.queue_ms", "compute": "halfserve.compute_ms", "total": "halfserve.total_ms"}
 TIMINGS_HEADER: Final = b"halfserve-timings"  # header of an HTTP request that asks for the times; its value is true or false
+# A ModelInferRequest that asks for the times, to be appended to a request.
+TIMED: Final = ModelInferRequest(parameters={TIMINGS: InferParameter(bool_param=True)}).SerializeToString()
 SERVER_TIMING: Final = "server-timing"
 
 
@@ -34,14 +36,6 @@ def timing_parameters(arrived_ns: int, batch: BatchTimes | None) -> bytes:
         message.parameters[TIMES["compute"]].double_param = _ms(batch.split - batch.started)
     message.parameters[TIMES["total"]].double_param = _ms(now - arrived_ns)
     return message.SerializeToString(deterministic=True)
-
-
-def added_for(value: bytes) -> bytes:
-    """Return a ModelInferRequest with the parameter that the header TIMINGS_HEADER of this value asks for."""
-    request = ModelInferRequest()
-    if value.strip().lower() == b"true":
-        request.parameters[TIMINGS].bool_param = True
-    return request.SerializeToString()
 
 
 def server_timing(parameters: Mapping[str, Parameter]) -> str:

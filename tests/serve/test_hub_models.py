@@ -75,7 +75,7 @@ def test_one_command_exports_a_commit_once_and_serves_its_text_endpoint(hub: Hub
     with serving(tmp_path, URL, "--supervise") as (ready, log):
         assert embedding(ready) == first
         assert f"main is commit {commit} as this machine's cache has it" in log.read_text()
-        assert f"{URL}@{commit}: serves commit {commit}" in log.read_text()  # the worker's own words
+        assert f"{URL}: serves commit {commit}" in log.read_text()
         assert "once for this commit" not in log.read_text()
 
 
@@ -109,10 +109,9 @@ def test_a_failing_export_is_one_line_with_the_cure(hub: HubServer, tmp_path: Pa
         place_of(ObjectStorage(url=URL, folder=tmp_path))
     assert f"halfserve export tests/encoder@{commit} --repository FOLDER, then halfserve serve FOLDER" in str(error.value)
     monkeypatch.setenv("HALFSERVE_EXPORT_TASK", "feature-extraction")
-    place, url = place_of(ObjectStorage(url=URL, folder=tmp_path))
+    place = place_of(ObjectStorage(url=URL, folder=tmp_path))
     assert isinstance(place, Path)
     assert [path.name for path in place.iterdir()] == ["encoder"]
-    assert url == f"{URL}@{commit}"
     monkeypatch.delenv("HALFSERVE_EXPORT_TASK")
     with pytest.raises(ModelLoadError, match="give its --task"):
         place_of(ObjectStorage(url=URL, folder=tmp_path))
@@ -140,14 +139,15 @@ def copied(place: Path | ObjectStorage) -> set[str]:
 def test_a_repository_in_tritons_layout_is_served_as_object_storage(hub: HubServer, tmp_path: Path) -> None:
     pushed(hub, tmp_path / "hub", "neg/config.pbtxt", "neg/1/model.onnx", "neg/2/model.onnx", "README.md", "model.safetensors")
     storage = ObjectStorage(url=URL, folder=tmp_path / "copies")
-    assert place_of(storage) == (storage, URL)
+    assert place_of(storage) == storage
     assert copied(storage) == {"neg/config.pbtxt", "neg/2/model.onnx"}
 
 
 def test_the_usual_onnx_file_is_served_at_its_commit(hub: HubServer, tmp_path: Path) -> None:
     commit = pushed(hub, tmp_path / "hub", "onnx/model.onnx", "onnx/model_int8.onnx", "onnx/model.onnx_data")
-    place, url = place_of(ObjectStorage(url=f"{URL}@main", folder=tmp_path / "copies"))
-    assert url == f"{URL}@{commit}/onnx/model.onnx"
+    place = place_of(ObjectStorage(url=f"{URL}@main", folder=tmp_path / "copies"))
+    assert isinstance(place, ObjectStorage)
+    assert place.url == f"{URL}@{commit}/onnx/model.onnx"
     assert copied(place) == {"model.onnx", "model.onnx_data"}
 
 
@@ -170,4 +170,4 @@ def test_a_name_without_its_organization_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["hf://tests/encoder/onnx/model.onnx", "hf://datasets/tests", "s3://bucket/models"])
 def test_other_urls_are_left_to_object_storage(url: str, tmp_path: Path) -> None:
     storage = ObjectStorage(url=url, folder=tmp_path)
-    assert place_of(storage) == (storage, url)
+    assert place_of(storage) == storage

@@ -6,12 +6,13 @@ import json
 
 import h11
 
-from halfserve.serve.benchmark.load.calls import OK, RECONNECT_TIMEOUT_S, ConnectionCalls, Headers, InFlightRequest
+from halfserve.serve.benchmark.load.calls import OK, RECONNECT_TIMEOUT_S, ConnectionCalls, InFlightRequest
 from halfserve.serve.benchmark.load.http2_connection import ConnectionLostError, SocketConnection
 from halfserve.serve.benchmark.load.spec import LoadEndpoint
 
 MAX_MESSAGE_BYTES = 4096  # what is kept of an error's body
 SUCCESS = 200
+STREAM = 1  # the only one
 
 
 class Http1Connection(SocketConnection):
@@ -19,9 +20,8 @@ class Http1Connection(SocketConnection):
 
     protocol = "http/1.1"
 
-    def __init__(self, target: LoadEndpoint, *, timeout_s: float) -> None:
+    def __init__(self, target: LoadEndpoint, timeout_s: float) -> None:
         super().__init__(target, timeout_s)
-        self._queued = b""
         self._socket.setblocking(False)
 
     @property
@@ -29,15 +29,14 @@ class Http1Connection(SocketConnection):
         return 1
 
     def queue(self, data: bytes) -> None:
-        self._queued += data
-        self.unsent_bytes += len(data)
+        self._unsent = memoryview(data)
+        self.unsent_bytes = len(data)
 
     def cancel(self, stream: int) -> None:  # noqa: ARG002  (there is one)
         self.usable = False
 
     def _more(self) -> bytes:
-        data, self._queued = self._queued, b""
-        return data
+        return b""
 
     def _held_back_bytes(self) -> int:
         return len(self._unsent)
@@ -48,11 +47,17 @@ class RestCalls(ConnectionCalls):
 
     connection: Http1Connection
 
-    def __init__(self, connection: Http1Connection, headers: Headers, path: bytes) -> None:
-        super().__init__(connection, headers)
-        self._path = path
+    def __init__(self, target: LoadEndpoint) -> None:
+        host = f"[{target.host}]" if ":" in target.host else target.host
+        headers = [
+            (b"host", f"{host}:{target.port}".encode()),
+            (b"content-type", b"application/json"),
+            (b"user-agent", b"halfserve-bench"),
+            *((name.encode(), value.encode()) for name, value in target.headers),
+        ]
+        super().__init__(Http1Connection(target, RECONNECT_TIMEOUT_S), headers)
+        self._path = target.path.encode()
         self._http = h11.Connection(h11.CLIENT)
-        self._number = 0
         self._status = 0
         self._body = b""  # of an answer that is an error
 
@@ -66,8 +71,7 @@ class RestCalls(ConnectionCalls):
         body = self._http.send(h11.Data(data=message))
         self._http.send(h11.EndOfMessage())
         self.connection.queue((head or b"") + (body or b""))
-        self._number += 1
-        self.in_flight[self._number] = call
+        self.in_flight[STREAM] = call
 
     def receive(self) -> list[InFlightRequest]:
         try:
@@ -99,24 +103,17 @@ class RestCalls(ConnectionCalls):
             self._http.start_next_cycle()
         else:
             self.connection.usable = False  # the server closes the connection
-        if not self.in_flight:
+        call = self.in_flight.pop(STREAM, None)
+        if call is None:
             return []  # it was given up
-        _, call = self.in_flight.popitem()
         call.status = OK if self._status == SUCCESS else f"HTTP {self._status}"
         call.message = _reason(self._body)
         return [call]
 
 
-def rest_calls(target: LoadEndpoint, timeout_s: float | None) -> ConnectionCalls:  # noqa: ARG001  (the driver keeps the time)
-    """Open a connection for REST. Raises ConnectionLostError: the server does not answer."""
-    host = f"[{target.host}]" if ":" in target.host else target.host
-    headers = [
-        (b"host", f"{host}:{target.port}".encode()),
-        (b"content-type", b"application/json"),
-        (b"user-agent", b"halfserve-bench"),
-        *((name.encode(), value.encode()) for name, value in target.headers),
-    ]
-    return RestCalls(Http1Connection(target, timeout_s=RECONNECT_TIMEOUT_S), headers, target.path.encode())
+def rest_calls(target: LoadEndpoint, _timeout_s: float | None) -> ConnectionCalls:
+    """Open a connection for REST, whose driver keeps the time. Raises ConnectionLostError: the server does not answer."""
+    return RestCalls(target)
 
 
 def _reason(body: bytes) -> str:

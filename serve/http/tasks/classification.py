@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired
 
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
 from halfserve.serve.engine.config.parameters import own_parameter
-from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.http.routing.error_forms import ErrorForm, Fault, InputError
-from halfserve.serve.http.routing.operations import BodyContent, Component, DescribedAnswer, RestOperation, Tag
-from halfserve.serve.http.routing.route_table import serves
+from halfserve.serve.http.routing.error_forms import Fault, InputError
+from halfserve.serve.http.routing.operations import BodyContent, Component, DescribedAnswer
 from halfserve.serve.http.tasks.row_requests import Vector
-from halfserve.serve.http.tasks.text_bodies import Text, flag_field, require_count, shown, truncates
-from halfserve.serve.http.tasks.text_endpoint import CHOICE, OF_TEI_TEXTS, TextEndpoint, json_rows, sigmoid
+from halfserve.serve.http.tasks.text_bodies import TeiTruncationJson, Text, flag_field, require_count, shown, truncates
+from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, serves_tei, sigmoid
 from halfserve.serve.http.tasks.tokenized_models import CLASSIFICATION, labels_of
-from halfserve.serve.protocol.rpc import INFERENCE
 
 RESULT_BYTES = 48  # JSON of one result, without the label
 
 
-class TeiPredictBody(TypedDict):
+class TeiPredictBody(TeiTruncationJson):
     inputs: Annotated[str | list[str | list[Any]], "A text, a pair of texts, or a list of [text] and [text, text]."]
     raw_scores: NotRequired[bool | None]
-    truncate: NotRequired[bool | None]
-    truncation_direction: NotRequired[str | None]
 
 
 TeiPredictions = Annotated[list[dict[str, Any] | list[Any]], Component("TeiPredictions")]
@@ -39,34 +34,24 @@ class ClassificationRoutes:
     def __init__(self, endpoint: TextEndpoint) -> None:
         self._endpoint = endpoint
 
-    @serves(
-        "POST",
+    @serves_tei(
         "/predict",
-        INFERENCE,
-        RestOperation(
-            "predict",
-            Tag.TEXT,
-            f"Classes of texts, as text-embeddings-inference's. {CHOICE}",
-            DescribedAnswer(
-                "The classes of the text, or a list of them for each text, the most likely first.",
-                BodyContent(TeiPredictions),
-            ),
-            takes=(BodyContent(TeiPredictBody, {"inputs": "the train is late again"}),),
-            errors=OF_TEI_TEXTS,
+        "predict",
+        "Classes of texts",
+        BodyContent(TeiPredictBody, {"inputs": "the train is late again"}),
+        DescribedAnswer(
+            "The classes of the text, or a list of them for each text, the most likely first.",
+            BodyContent(TeiPredictions),
         ),
-        form=ErrorForm.TEI,
     )
     async def tei(self, request: Request) -> Response:
         """Return all classes of each text, the most likely first: with scores from 0 to 1, or with `raw_scores` logits."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
         model = await endpoint.only(request, CLASSIFICATION)
-        try:
+        with endpoint.recorded(request, model.name):
             texts, is_batch = _inputs(content.get("inputs"))
             truncate, is_raw = truncates(content), flag_field(content, "raw_scores", default=False)
-        except InferenceError as error:
-            endpoint.refuse(request, model.name, error)
-            raise
         vectors, _, model = await endpoint.of_texts(request, model, texts, "inputs", truncate=truncate)
         is_each_alone = own_parameter(model.config, "halfserve.label_scores") == "sigmoid" or len(vectors[0]) == 1
         score = sigmoid if is_each_alone else softmax

@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from halfserve.serve.engine.config.parameters import own_parameter
-from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.http.routing.error_forms import ErrorForm, InputError
 from halfserve.serve.http.routing.operations import BodyContent, Component, Count, DescribedAnswer, Positive, RestOperation, Tag
 from halfserve.serve.http.routing.route_table import serves
 from halfserve.serve.http.tasks.row_requests import Vector
 from halfserve.serve.http.tasks.text_bodies import (
+    TeiTruncationJson,
     flag_field,
     one_or_more,
     refuse_fields,
@@ -29,7 +29,7 @@ from halfserve.serve.http.tasks.text_bodies import (
     truncates,
     whole_field,
 )
-from halfserve.serve.http.tasks.text_endpoint import CHOICE, OF_TEI_TEXTS, OF_TEXTS, TextEndpoint, json_rows, json_with_rows
+from halfserve.serve.http.tasks.text_endpoint import OF_TEXTS, TextEndpoint, json_rows, json_with_rows, serves_tei
 from halfserve.serve.http.tasks.tokenized_models import EMBEDDINGS
 from halfserve.serve.protocol.rpc import INFERENCE
 
@@ -70,11 +70,12 @@ class EmbeddingResponseJson(TypedDict):
     data: list[EmbeddingJson]
 
 
-class TeiEmbedBody(TypedDict):
+class TeiTextsBody(TeiTruncationJson):
     inputs: Annotated[str | list[str | int | list[Any]], "A text or texts; at most 2048."]
+
+
+class TeiEmbedBody(TeiTextsBody):
     normalize: NotRequired[bool | None]
-    truncate: NotRequired[bool | None]
-    truncation_direction: NotRequired[str | None]
 
 
 TeiVectors = Annotated[list[list[float]], Component("TeiVectors")]
@@ -105,7 +106,7 @@ class EmbeddingRoutes:
         endpoint = self._endpoint
         content = await endpoint.content(request)
         model = await endpoint.named(request, content, EMBEDDINGS)
-        try:
+        with endpoint.recorded(request, model.name):
             inputs = _inputs(content.get("input"))
             form = FORMATS[0] if content.get("encoding_format") is None else content["encoding_format"]
             if form not in FORMATS:
@@ -115,9 +116,6 @@ class EmbeddingRoutes:
                 _require_dimensions(model, size)
             if not isinstance(inputs[0], str):
                 _require_own_ids(model)
-        except InferenceError as error:
-            endpoint.refuse(request, model.name, error)
-            raise
 
         if isinstance(inputs[0], str):
             vectors, counts, model = await endpoint.of_texts(request, model, inputs, "input", truncate=False)
@@ -136,33 +134,23 @@ class EmbeddingRoutes:
 
         return await endpoint.answer(request, JSON_BYTES * sum(map(len, vectors)), write)
 
-    @serves(
-        "POST",
+    @serves_tei(
         "/embed",
-        INFERENCE,
-        RestOperation(
-            "embed",
-            Tag.TEXT,
-            f"Embeddings of texts, as text-embeddings-inference's. {CHOICE}",
-            DescribedAnswer("A vector for each text.", BodyContent(TeiVectors)),
-            takes=(BodyContent(TeiEmbedBody, {"inputs": ["the train leaves at seven"], "truncate": True}),),
-            errors=OF_TEI_TEXTS,
-        ),
-        form=ErrorForm.TEI,
+        "embed",
+        "Embeddings of texts",
+        BodyContent(TeiEmbedBody, {"inputs": ["the train leaves at seven"], "truncate": True}),
+        DescribedAnswer("A vector for each text.", BodyContent(TeiVectors)),
     )
     async def tei(self, request: Request) -> Response:
         """Return a list of vectors, of length 1 unless `normalize` is false."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
         model = await endpoint.only(request, EMBEDDINGS)
-        try:
+        with endpoint.recorded(request, model.name):
             refuse_fields(content, {"prompt_name": NO_PROMPT, "dimensions": "ask /v1/embeddings for them"})
             truncate = truncates(content)
             normalize = flag_field(content, "normalize", default=True)
             texts = one_or_more(content.get("inputs"), "inputs")
-        except InferenceError as error:
-            endpoint.refuse(request, model.name, error)
-            raise
         vectors, _, _ = await endpoint.of_texts(request, model, texts, "inputs", truncate=truncate)
         return await endpoint.answer(
             request,

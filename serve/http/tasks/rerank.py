@@ -14,13 +14,14 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from halfserve.serve.engine.errors import BackendError, InferenceError
+from halfserve.serve.engine.errors import BackendError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.http.routing.error_forms import ErrorForm, Fault, InputError
 from halfserve.serve.http.routing.operations import BodyContent, Component, Count, DescribedAnswer, Positive, RestOperation, Tag
 from halfserve.serve.http.routing.route_table import serves
 from halfserve.serve.http.tasks.row_requests import Vector
 from halfserve.serve.http.tasks.text_bodies import (
+    TeiTruncationJson,
     flag_field,
     refuse_fields,
     require_count,
@@ -31,12 +32,11 @@ from halfserve.serve.http.tasks.text_bodies import (
     whole_field,
 )
 from halfserve.serve.http.tasks.text_endpoint import (
-    CHOICE,
-    OF_TEI_TEXTS,
     OF_TEXTS,
     TextEndpoint,
     json_rows,
     json_with_rows,
+    serves_tei,
     sigmoid,
 )
 from halfserve.serve.http.tasks.tokenized_models import RERANK
@@ -78,13 +78,11 @@ class CohereRerankResponseJson(TypedDict):
     results: list[RankedDocumentJson]
 
 
-class TeiRerankBody(TypedDict):
+class TeiRerankBody(TeiTruncationJson):
     query: str
     texts: list[str]
     raw_scores: NotRequired[bool | None]
     return_text: NotRequired[bool | None]
-    truncate: NotRequired[bool | None]
-    truncation_direction: NotRequired[str | None]
 
 
 class RankedTextJson(TypedDict):
@@ -123,14 +121,11 @@ class RerankRoutes:
         endpoint = self._endpoint
         content = await endpoint.content(request)
         model = await endpoint.named(request, content, RERANK)
-        try:
+        with endpoint.recorded(request, model.name):
             refuse_fields(content, {"rank_fields": "join the fields of a document into its text"})
             query, documents = text_field(content, "query"), _documents(content.get("documents"))
             most = whole_field(content, "top_n") or len(documents)
             returns_documents = flag_field(content, "return_documents", default=False)
-        except InferenceError as error:
-            endpoint.refuse(request, model.name, error)
-            raise
         logits, counts, model = await self._logits(request, model, query, documents, "documents", truncate=True)
 
         def write() -> bytes:
@@ -147,33 +142,23 @@ class RerankRoutes:
 
         return await endpoint.answer(request, _size(documents, most, with_texts=returns_documents), write)
 
-    @serves(
-        "POST",
+    @serves_tei(
         "/rerank",
-        INFERENCE,
-        RestOperation(
-            "teiRerank",
-            Tag.TEXT,
-            f"Texts by their relevance for a query, as text-embeddings-inference's. {CHOICE}",
-            DescribedAnswer("The most relevant first.", BodyContent(TeiRanks)),
-            takes=(BodyContent(TeiRerankBody, {"query": EXAMPLE["query"], "texts": EXAMPLE["documents"]}),),
-            errors=OF_TEI_TEXTS,
-        ),
-        form=ErrorForm.TEI,
+        "teiRerank",
+        "Texts by their relevance for a query",
+        BodyContent(TeiRerankBody, {"query": EXAMPLE["query"], "texts": EXAMPLE["documents"]}),
+        DescribedAnswer("The most relevant first.", BodyContent(TeiRanks)),
     )
     async def tei(self, request: Request) -> Response:
         """Return the texts, the most relevant first: scores from 0 to 1, or with `raw_scores` the model's logits."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
         model = await endpoint.only(request, RERANK)
-        try:
+        with endpoint.recorded(request, model.name):
             truncate = truncates(content)
             query, texts = text_field(content, "query"), texts_of(content.get("texts"), "texts")
             is_raw = flag_field(content, "raw_scores", default=False)
             returns_texts = flag_field(content, "return_text", default=False)
-        except InferenceError as error:
-            endpoint.refuse(request, model.name, error)
-            raise
         logits, _, _ = await self._logits(request, model, query, texts, "texts", truncate=truncate)
 
         def write() -> bytes:

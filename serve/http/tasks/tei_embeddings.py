@@ -5,7 +5,7 @@ See https://huggingface.github.io/text-embeddings-inference.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Annotated, Any, NotRequired, TypedDict
 
@@ -13,16 +13,14 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.http.routing.error_forms import ErrorForm, Fault, InputError
-from halfserve.serve.http.routing.operations import BodyContent, Component, Count, DescribedAnswer, RestOperation, Tag
-from halfserve.serve.http.routing.route_table import serves
-from halfserve.serve.http.tasks.embeddings import JSON_BYTES, NO_PROMPT, normalized
+from halfserve.serve.http.routing.error_forms import InputError
+from halfserve.serve.http.routing.operations import BodyContent, Component, Count, DescribedAnswer
+from halfserve.serve.http.tasks.embeddings import JSON_BYTES, NO_PROMPT, TeiTextsBody, normalized
 from halfserve.serve.http.tasks.row_requests import Matrix, Vector
 from halfserve.serve.http.tasks.text_bodies import (
-    MAX_INPUTS,
     Content,
+    TeiTruncationJson,
     one_or_more,
     refuse_fields,
     shown,
@@ -30,35 +28,23 @@ from halfserve.serve.http.tasks.text_bodies import (
     texts_of,
     truncates,
 )
-from halfserve.serve.http.tasks.text_endpoint import CHOICE, OF_TEI_TEXTS, TextEndpoint, json_rows
+from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, serves_tei
 from halfserve.serve.http.tasks.tokenized_models import EMBEDDINGS, SPARSE_EMBEDDINGS, TOKEN_VECTORS
 from halfserve.serve.protocol.large_bytes import join_unlocked
-from halfserve.serve.protocol.rpc import INFERENCE
 
 ENTRY_BYTES = 40  # JSON of one entry of a sparse vector
 EXAMPLE = {"inputs": ["the train leaves at seven"], "truncate": True}
 COMPARED = {"source_sentence": "the train leaves at seven", "sentences": ["a train leaves", "a cat sleeps"]}
 
 
-class TeiTextsBody(TypedDict):
-    inputs: Annotated[str | list[str | int | list[Any]], "A text or texts; at most 2048."]
-    truncate: NotRequired[bool | None]
-    truncation_direction: NotRequired[str | None]
-
-
 class TeiSimilarityTextsJson(TypedDict):
     source_sentence: str
-    sentences: Annotated[list[str], "Texts to compare with it; at most 2047."]
-
-
-class TeiSimilarityParametersJson(TypedDict):
-    truncate: NotRequired[bool | None]
-    truncation_direction: NotRequired[str | None]
+    sentences: Annotated[list[str], "Texts to compare with it; at most 2048."]
 
 
 class TeiSimilarityBody(TypedDict):
     inputs: TeiSimilarityTextsJson
-    parameters: NotRequired[TeiSimilarityParametersJson | None]
+    parameters: NotRequired[TeiTruncationJson | None]
 
 
 class SparseValueJson(TypedDict):
@@ -77,19 +63,12 @@ class TeiEmbeddingRoutes:
     def __init__(self, endpoint: TextEndpoint) -> None:
         self._endpoint = endpoint
 
-    @serves(
-        "POST",
+    @serves_tei(
         "/embed_all",
-        INFERENCE,
-        RestOperation(
-            "embedAll",
-            Tag.TEXT,
-            f"Vectors of all tokens of texts, as text-embeddings-inference's. {CHOICE}",
-            DescribedAnswer("A vector for each token of each text, special tokens included.", BodyContent(TeiTokenVectors)),
-            takes=(BodyContent(TeiTextsBody, EXAMPLE),),
-            errors=OF_TEI_TEXTS,
-        ),
-        form=ErrorForm.TEI,
+        "embedAll",
+        "Vectors of all tokens of texts",
+        BodyContent(TeiTextsBody, EXAMPLE),
+        DescribedAnswer("A vector for each token of each text, special tokens included.", BodyContent(TeiTokenVectors)),
     )
     async def tokens(self, request: Request) -> Response:
         """Return the vectors of the tokens of each text, as the model gives them."""
@@ -100,19 +79,12 @@ class TeiEmbeddingRoutes:
         size = JSON_BYTES * sum(matrix.size for matrix in matrices)
         return await self._endpoint.answer(request, size, lambda: _json_matrices(matrices))
 
-    @serves(
-        "POST",
+    @serves_tei(
         "/embed_sparse",
-        INFERENCE,
-        RestOperation(
-            "embedSparse",
-            Tag.TEXT,
-            f"Sparse embeddings of texts (SPLADE), as text-embeddings-inference's. {CHOICE}",
-            DescribedAnswer("The weights of each text that are not 0, by token id.", BodyContent(TeiSparseVectors)),
-            takes=(BodyContent(TeiTextsBody, EXAMPLE),),
-            errors=OF_TEI_TEXTS,
-        ),
-        form=ErrorForm.TEI,
+        "embedSparse",
+        "Sparse embeddings of texts (SPLADE)",
+        BodyContent(TeiTextsBody, EXAMPLE),
+        DescribedAnswer("The weights of each text that are not 0, by token id.", BodyContent(TeiSparseVectors)),
     )
     async def sparse(self, request: Request) -> Response:
         """Return the weights of each text that are not 0, in the order of their indices."""
@@ -121,64 +93,37 @@ class TeiEmbeddingRoutes:
         size = ENTRY_BYTES * sum(int(np.count_nonzero(vector)) for vector in vectors)
         return await self._endpoint.answer(request, size, lambda: json_rows(map(_entries, vectors)))
 
-    @serves(
-        "POST",
+    @serves_tei(
         "/similarity",
-        INFERENCE,
-        RestOperation(
-            "similarity",
-            Tag.TEXT,
-            f"Cosines of a text with others, as text-embeddings-inference's. {CHOICE}",
-            DescribedAnswer("A cosine for each sentence.", BodyContent(TeiSimilarities)),
-            takes=(BodyContent(TeiSimilarityBody, {"inputs": COMPARED}),),
-            errors=OF_TEI_TEXTS,
-        ),
-        form=ErrorForm.TEI,
+        "similarity",
+        "Cosines of a text with others",
+        BodyContent(TeiSimilarityBody, {"inputs": COMPARED}),
+        DescribedAnswer("A cosine for each sentence.", BodyContent(TeiSimilarities)),
     )
     async def similarity(self, request: Request) -> Response:
         """Return the cosine of the source sentence's vector with that of each other sentence."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
         model = await endpoint.only(request, EMBEDDINGS)
-        try:
-            texts = _compared(content)
+        with endpoint.recorded(request, model.name):
+            inputs = _object(content.get("inputs"), "inputs")
+            texts = [text_field(inputs, "source_sentence"), *texts_of(inputs.get("sentences"), "sentences")]
             parameters = _object(content.get("parameters") or {}, "parameters")
             refuse_fields(parameters, {"prompt_name": NO_PROMPT})
             truncate = truncates(parameters)
-        except InferenceError as error:
-            endpoint.refuse(request, model.name, error)
-            raise
         (source, *vectors), _, _ = await endpoint.of_texts(request, model, texts, "inputs", truncate=truncate)
         direction = normalized(source)
         cosines = (float(direction @ normalized(vector)) for vector in vectors)
         return await endpoint.answer(request, JSON_BYTES * len(vectors), lambda: json_rows(cosines))
 
     async def _asked(self, request: Request, tasks: AbstractSet[str]) -> tuple[Model, list[str], bool]:
-        """Return the model with one of these tasks, the texts of a request, and whether long ones are cut.
-        Raises InferenceError: a field is wrong, or there is no such model; it is recorded.
-        """
+        """Return the model with one of these tasks, the texts of a request, and whether long ones are cut."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
         model = await endpoint.only(request, tasks)
-        try:
+        with endpoint.recorded(request, model.name):
             refuse_fields(content, {"prompt_name": NO_PROMPT})
             return model, one_or_more(content.get("inputs"), "inputs"), truncates(content)
-        except InferenceError as error:
-            endpoint.refuse(request, model.name, error)
-            raise
-
-
-def _compared(content: Content) -> list[str]:
-    """Return the source sentence, and the sentences that it is compared with. Raises InputError: a field is wrong."""
-    inputs = _object(content.get("inputs"), "inputs")
-    source, sentences = text_field(inputs, "source_sentence"), texts_of(inputs.get("sentences"), "sentences")
-    if len(sentences) >= MAX_INPUTS:
-        raise InputError(
-            f"'sentences' has {len(sentences)} entries, expected at most {MAX_INPUTS - 1} beside the source; split them",
-            param="sentences",
-            fault=Fault.TOO_MANY,
-        )
-    return [source, *sentences]
 
 
 def _object(value: Any, name: str) -> Content:
@@ -194,10 +139,7 @@ def _entries(vector: Vector) -> list[SparseValueJson]:
 
 def _json_matrices(matrices: Sequence[Matrix]) -> bytes:
     """Return matrices as JSON; each row of a matrix is written by itself, see `json_rows`."""
-
-    def pieces() -> Iterator[bytes]:
-        for index, matrix in enumerate(matrices):
-            yield b"," if index else b"["
-            yield json_rows(matrix)
-
-    return join_unlocked([*pieces(), b"]"])
+    pieces = [b"["]
+    for matrix in matrices:
+        pieces += (json_rows(matrix), b",")
+    return join_unlocked([*pieces[:-1], b"]"])

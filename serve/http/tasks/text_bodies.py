@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import orjson
@@ -25,6 +25,13 @@ MAX_INPUTS = 2048  # texts in one request, as OpenAI's
 MAX_ECHO = 40  # characters of a client's own value in an error's text
 Content = Mapping[str, Any]
 Text = str | tuple[str, str]
+
+
+class TeiTruncationJson(TypedDict):
+    """The fields that `truncates` reads."""
+
+    truncate: NotRequired[bool | None]
+    truncation_direction: NotRequired[str | None]
 
 
 def memory_of_values(body: bytes) -> int:

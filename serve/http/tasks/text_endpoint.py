@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -18,8 +19,9 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.http.http_options import HttpLimits
 from halfserve.serve.http.infer_route import inference_entry, record_refusal
 from halfserve.serve.http.request_body import BodyReader, memory_held
-from halfserve.serve.http.routing.error_forms import InputError
-from halfserve.serve.http.routing.operations import JSON_TYPE, OF_INFERENCE
+from halfserve.serve.http.routing.error_forms import ErrorForm, InputError
+from halfserve.serve.http.routing.operations import JSON_TYPE, OF_INFERENCE, BodyContent, DescribedAnswer, RestOperation, Tag
+from halfserve.serve.http.routing.route_table import Handler, serves
 from halfserve.serve.http.tasks.row_requests import (
     LEAST_AT_ONCE,
     ROW_TIMES,
@@ -34,13 +36,13 @@ from halfserve.serve.http.tasks.text_bodies import PARSER_TIMES, Content, Text, 
 from halfserve.serve.http.tasks.tokenized_models import TokenizedModel, TokenizedModels, TokenRow, task_of
 from halfserve.serve.http.tasks.tokenizing import R, TokenizerWork
 from halfserve.serve.protocol.large_bytes import join_unlocked
+from halfserve.serve.protocol.rpc import INFERENCE
 from halfserve.serve.protocol.service import Service
 
 T = TypeVar("T")
 MakeWork = Callable[[TokenizedModel], TokenizerWork[TokenRow]]
 # What the routes' descriptions have in common.
 OF_TEXTS: Final = OF_INFERENCE | {409}
-OF_TEI_TEXTS: Final = OF_TEXTS | {422}
 CHOICE: Final = "The query ?model=NAME names the model where several have the task."
 
 
@@ -59,7 +61,7 @@ class TextEndpoint:
         """Return the JSON object of a request.
         Raises InferenceError: the body is too large, too slow or not such an object, or there is no memory; it is recorded.
         """
-        try:
+        with self.recorded(request):
             body = await self._bodies.read_texts(request)
             size, memory = await self._bodies.understand(body, memory_of_values), memory_held(request)
             if len(body) <= self._limits.inline_bytes:
@@ -67,9 +69,6 @@ class TextEndpoint:
                 return read_content(body)
             memory.grow(size)
             content = await self.models.threads.done(request, PARSER_TIMES * len(body), lambda: read_content(body))
-        except InferenceError as error:
-            self.refuse(request, "", error)
-            raise
         memory.share.resize(size)
         return content
 
@@ -77,28 +76,16 @@ class TextEndpoint:
         """Return the model that the field `model` names, in its latest version; without the field, the only one with these
         tasks. Raises InferenceError: there is none, it is for another task, or there are several; it is recorded.
         """
-        name = ""
-        try:
-            if content.get("model") is not None:
-                name = text_field(content, "model")
-                return await self._for(name, tasks)
-            return self._only(request, tasks, "name one of them in the field 'model', which is missing")
-        except InferenceError as error:
-            self.refuse(request, name, error)
-            raise
+        with self.recorded(request):
+            name = "" if content.get("model") is None else text_field(content, "model")
+        return await self._model(request, name, tasks, "name one of them in the field 'model', which is missing")
 
     async def only(self, request: Request, tasks: AbstractSet[str]) -> Model:
         """Return the only model with one of these tasks, in its latest version, or the one that the query names: ?model=NAME.
         Raises InferenceError: there is none, or there are several; it is recorded.
         """
         name = request.query_params.get("model", "")
-        try:
-            if name:
-                return await self._for(name, tasks)
-            return self._only(request, tasks, f"say which: {request.url.path}?model=NAME")
-        except InferenceError as error:
-            self.refuse(request, name, error)
-            raise
+        return await self._model(request, name, tasks, f"say which: {request.url.path}?model=NAME")
 
     def names(self, tasks: AbstractSet[str]) -> list[str]:
         """Return the served models with one of these tasks, by their latest version."""
@@ -182,11 +169,9 @@ class TextEndpoint:
         takes none, or there is no memory; it is recorded; ClientDisconnect: the client has gone; it is recorded.
         """
         try:
-            loaded = await self.models.of(model)
-            return loaded, await self.models.threads.tokens(request, make_work(loaded))
-        except InferenceError as error:
-            self.refuse(request, model.name, error)
-            raise
+            with self.recorded(request, model.name):
+                loaded = await self.models.of(model)
+                return loaded, await self.models.threads.tokens(request, make_work(loaded))
         except ClientDisconnect:
             record_refusal(self._service, request, None, model.name)
             raise
@@ -213,9 +198,18 @@ class TextEndpoint:
         memory_held(request).grow(2 * size)  # the parts, and the whole that they are joined to
         return await asyncio.to_thread(work)
 
-    def refuse(self, request: Request, name: str, error: InferenceError) -> None:
-        """Record a request that is refused before any row is queued."""
-        record_refusal(self._service, request, error, name)
+    @contextmanager
+    def recorded(self, request: Request, name: str = "") -> Iterator[None]:
+        """Record a request to a model that the block refuses, before any row is queued."""
+        try:
+            yield
+        except InferenceError as error:
+            record_refusal(self._service, request, error, name)
+            raise
+
+    async def _model(self, request: Request, name: str, tasks: AbstractSet[str], advice: str) -> Model:
+        with self.recorded(request, name):
+            return await self._for(name, tasks) if name else self._only(request, tasks, advice)
 
     def _only(self, request: Request, tasks: AbstractSet[str], advice: str) -> Model:
         names = self.names(tasks)
@@ -238,6 +232,13 @@ class TextEndpoint:
             task = task_of(model) or "no task that its configuration names"
             raise InputError(f"model {name!r} is for {task}, {expected}", param="model")
         return model
+
+
+def serves_tei(path: str, name: str, summary: str, body: BodyContent, answer: DescribedAnswer) -> Callable[[Handler], Handler]:
+    """Declare a route of text-embeddings-inference that the method below answers."""
+    summary = f"{summary}, as text-embeddings-inference's. {CHOICE}"
+    operation = RestOperation(name, Tag.TEXT, summary, answer, takes=(body,), errors=OF_TEXTS | {422})
+    return serves("POST", path, INFERENCE, operation, form=ErrorForm.TEI)
 
 
 def json_rows(rows: Iterable[Any], before: bytes = b"", behind: bytes = b"") -> bytes:

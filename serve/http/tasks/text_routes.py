@@ -7,7 +7,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from halfserve.serve.engine.errors import InferenceError, NotFoundError
+from halfserve.serve.engine.errors import NotFoundError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.http.guards import client_of
 from halfserve.serve.http.responses import json_in_pieces, json_response
@@ -16,7 +16,7 @@ from halfserve.serve.http.routing.operations import BodyContent, Component, Coun
 from halfserve.serve.http.routing.route_table import serves
 from halfserve.serve.http.tasks.described_tokens import TOGETHER, json_pieces
 from halfserve.serve.http.tasks.text_bodies import MAX_INPUTS, flag_field, one_or_more, refuse_fields
-from halfserve.serve.http.tasks.text_endpoint import CHOICE, OF_TEI_TEXTS, TextEndpoint
+from halfserve.serve.http.tasks.text_endpoint import CHOICE, TextEndpoint, serves_tei
 from halfserve.serve.http.tasks.tokenized_models import (
     EMBEDDINGS,
     RERANK,
@@ -26,7 +26,7 @@ from halfserve.serve.http.tasks.tokenized_models import (
     labels_of,
     task_of,
 )
-from halfserve.serve.protocol.rpc import INFERENCE, METADATA
+from halfserve.serve.protocol.rpc import METADATA
 
 OWNER = "halfserve"
 POOLINGS = (
@@ -147,32 +147,22 @@ class TextRoutes:
             }
         )
 
-    @serves(
-        "POST",
+    @serves_tei(
         "/tokenize",
-        INFERENCE,
-        RestOperation(
-            "tokenize",
-            Tag.TEXT,
-            f"The tokens of texts, as text-embeddings-inference's. {CHOICE}",
-            DescribedAnswer("The tokens of each text.", BodyContent(TeiTokens)),
-            takes=(BodyContent(TeiTokenizeBody, {"inputs": ["the train leaves at seven"]}),),
-            errors=OF_TEI_TEXTS,
-        ),
-        form=ErrorForm.TEI,
+        "tokenize",
+        "The tokens of texts",
+        BodyContent(TeiTokenizeBody, {"inputs": ["the train leaves at seven"]}),
+        DescribedAnswer("The tokens of each text.", BodyContent(TeiTokens)),
     )
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of each text, with their places in it."""
         endpoint = self._endpoint
         content = await endpoint.content(request)
         model = await endpoint.only(request, TEXT_TASKS)
-        try:
+        with endpoint.recorded(request, model.name):
             refuse_fields(content, {"prompt_name": "write the prompt in front of each text"})
             texts = one_or_more(content.get("inputs"), "inputs")
             with_special = flag_field(content, "add_special_tokens", default=True)
-        except InferenceError as error:
-            endpoint.refuse(request, model.name, error)
-            raise
         _, tokens = await endpoint.tokenized(
             request, model, lambda loaded: loaded.described(texts, "inputs", with_special=with_special)
         )

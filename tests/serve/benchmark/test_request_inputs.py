@@ -82,7 +82,6 @@ def test_few_distinct_requests_if_they_are_large(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"shape": (-1, -1, 3)}, r"input 'x' takes any size in \[-1, 3\]; choose with --shape x:N,3"),
         ({"shapes": {"x": [3]}}, r"--shape x: \[3\] does not fit the model's \[2\] \(-1: any size\)"),
         ({"shapes": {"x": [1, 2]}}, r"--shape x: \[1, 2\] does not fit the model's \[2\]"),
         ({"shapes": {"z": [2]}}, "--shape z: model 'm' has the inputs x"),

@@ -18,6 +18,7 @@ from tests.serve.benchmark.test_bench_command import bench
 from tests.serve.conftest import load_repository
 from tests.serve.http.running_http import running_http
 from tests.serve.http.tasks.small_text_models import save_text_model
+from tests.serve.http.tasks.test_tei_embeddings import LONG, save_token_model
 from tests.serve.running_server import running_server
 
 TEXTS = ["the train", "a cat", "every river waits"]
@@ -25,10 +26,11 @@ TEXTS = ["the train", "a cat", "every river waits"]
 
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """gRPC address and URL of a server with the models "embedder", "ranker" and "classifier"."""
+    """gRPC address and URL of a server with the models "embedder", "ranker", "classifier", "sparse" and "tokens"."""
     repository = tmp_path_factory.mktemp("text-models")
-    for name in ("embedder", "ranker", "classifier"):
+    for name in ("embedder", "ranker", "classifier", "sparse"):
         save_text_model(repository, name)
+    save_token_model(repository, "tokens")
     with running_server(lambda: load_repository(repository)) as server, running_http(server) as rest:
         yield server.address, f"http://127.0.0.1:{rest.port}"
 
@@ -84,16 +86,19 @@ def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[s
 @pytest.mark.parametrize(
     ("model", "path"),
     [
-        *(("embedder", path) for path in ("/embed", "/v1/embeddings")),
+        *(("embedder", path) for path in ("/embed", "/similarity", "/v1/embeddings")),
         *(("ranker", path) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         ("classifier", "/predict"),
+        ("sparse", "/embed_sparse"),
+        ("tokens", "/embed_all"),
     ],
 )
 def test_each_path_is_measured_with_the_servers_own_counters(
     addresses: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, path: str
 ) -> None:
     address, url = addresses
-    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
+    texts = TEXTS if path == "/v1/embeddings" else [*TEXTS, LONG]  # that alone cuts no text
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
     load = ("--concurrency", "3", "--requests", "9", "--batch-size", "1,4", "--texts", str(tmp_path / "texts.txt"))
     found, beside = figures(capsys, model, "--endpoint", url + path, "--address", address, *load)
     assert [(one["requests"], one["errors"], one["batch_size"]) for one in found["levels"]] == [(9, 0, 1), (9, 0, 4)]

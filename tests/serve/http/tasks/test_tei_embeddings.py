@@ -122,7 +122,7 @@ def test_long_texts_are_cut_where_the_request_asks_for_it(client: httpx.Client) 
         ("/similarity", {"inputs": "a"}, 422, "'inputs' is \"a\", expected an object"),
         ("/similarity", {"inputs": {"sentences": ["a"]}}, 422, "'source_sentence' is null, expected a text"),
         ("/similarity", {"inputs": {"source_sentence": "a", "sentences": []}}, 400, "'sentences' is an empty list"),
-        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["a"] * 2048}}, 413, "at most 2047 beside the source"),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["a"] * 2049}}, 413, "'sentences' has 2049 entries"),
         (
             "/similarity",
             {"inputs": {"source_sentence": "a", "sentences": ["a"]}, "parameters": {"truncate": 1}},
