@@ -155,7 +155,7 @@ class SampleSet:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.note, self.traffic and self.traffic.text)))
+        return tuple(filter(None, (self.note, self.traffic.text if self.traffic else "")))
 
 
 def make_feeds(wanted: Sequence[Input], given: Inputs, batch_size: int) -> Feeds:
