@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime
 
 logger = logging.getLogger(__name__)
-info_once = lru_cache(maxsize=4096)(logger.info)  # a model that is loaded on demand says the same each time
 
 PACKAGE = "openvino"
 SHORT_MS = 999.5  # below this time, three digits are shown
@@ -280,9 +279,8 @@ def in_best_half(model: CpuModel, precisions: Sequence[CpuPrecision], decisions:
     computed = f"float32 by {model.float32_runtime}" if chosen is None else chosen.precision
     for trial in tried:
         if trial.refusal is not None:
-            say = info_once if trial.level == logging.INFO else partial(logger.log, trial.level)
-            say("%s: is computed in %s: %s", model.path, computed, trial.refusal)
+            logger.log(trial.level, "%s: is computed in %s: %s", model.path, computed, trial.refusal)
     if chosen is None:
         return None
-    info_once("%s: is computed in %s%s", model.path, computed, f" ({chosen.said})" if chosen.said else UNMEASURED)
+    logger.info("%s: is computed in %s%s", model.path, computed, f" ({chosen.said})" if chosen.said else UNMEASURED)
     return chosen.backend

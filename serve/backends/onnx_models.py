@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from halfserve.serve.backends.openvino.runtime import OpenVinoRuntime
 
 logger = logging.getLogger(__name__)
-info_once = lru_cache(maxsize=4096)(logger.info)  # a model that is loaded on demand says the same each time
 
 PARAMETER = "halfserve.cpu_precision"
 SHORT = {CpuPrecision.BFLOAT16: "bf16", CpuPrecision.FLOAT16: "fp16"}
@@ -116,7 +114,7 @@ class _Question:
         found = [precision for precision in able if precision in passed]
         if find_spec(PACKAGE) is None:
             if found:
-                info_once(
+                logger.info(
                     "%s: is computed in float32; this processor computes it faster in %s, which its verdict allows, with "
                     "the package %r, which is not installed; %s",
                     *(self.path, " or ".join(found), PACKAGE, INSTALL),

@@ -56,8 +56,12 @@ class LoadOnDemand:
         figures.counter("halfserve_demand_load_failures_total", "Loads of requests that failed", lambda: self._failures)
         figures.counter("halfserve_demand_waits_total", "Requests that waited for a load of theirs", lambda: self._waited)
         figures.counter("halfserve_demand_wait_seconds_total", "Time that these requests waited", lambda: self._waited_s)
-        waiting = "Requests that wait for a load of theirs"
-        figures.gauge("halfserve_demand_waiting_requests", waiting, lambda: sum(map(len, self._loading.values())))
+        waiting = self._loading
+        figures.gauge(
+            "halfserve_demand_waiting_requests",
+            "Requests that wait for a load of theirs",
+            lambda: sum(map(len, waiting.values())),
+        )
 
     def brings(self, name: str) -> bool:
         """See `DemandLoader`."""

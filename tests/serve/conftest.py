@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -86,3 +87,12 @@ def sharing(repository: Path) -> Iterator[RunningServer]:
     """A server that takes shared memory."""
     with running_server(lambda: load_repository(repository), shared_memory=True) as running:
         yield running
+
+
+@pytest.fixture
+def log_settings_of_one_test() -> Iterator[None]:
+    """Remove what a server of many tests applied to the handlers of Python's logging, which are pytest's own."""
+    before = {handler: list(handler.filters) for handler in logging.getLogger().handlers}
+    yield
+    for handler, filters in before.items():
+        handler.filters[:] = filters

@@ -152,6 +152,7 @@ def test_a_server_without_model_control_is_unsupported(scripted: ScriptedServer,
             ask()
 
 
+@pytest.mark.usefixtures("log_settings_of_one_test")
 def test_settings_of_the_real_server(server: RunningServer, connect: Connect) -> None:
     client = connect(server.address)
     before = client.log_settings()

@@ -205,6 +205,7 @@ def test_tensors_may_lie_on_a_cuda_device(client: Any, tmp_path: Path, monkeypat
             client.register_cuda_shared_memory("c", b64encode(b"handle").decode(), 0, 64)
 
 
+@pytest.mark.usefixtures("log_settings_of_one_test")
 def test_settings_are_read_and_changed(client: Any) -> None:
     assert client.get_log_settings()["log_info"] is True
     before = client.get_log_settings().get("access_log_every", 100)

@@ -237,7 +237,7 @@ def test_captured_requests_are_measured_as_they_are(
 ) -> None:
     assert tune("one", "--address", explicit.address, "--data", traffic, *EASY, *QUICK, "--json") == 0
     found = capsys.readouterr()
-    assert "requests: 3 different ones of 3 captured of one" in found.err
+    assert "the samples are 3 captured requests of one version 1, " in found.err
     assert min(point["choice"][0]["max_batch_size"] for point in json.loads(found.out)["points"]) >= 2
 
 
