@@ -214,7 +214,7 @@ class PrecisionTrial(Trial[TrialResult]):
     @property
     def key(self) -> str:
         model = self._model
-        circumstances = [version("halfserve"), ort.__version__, version(PACKAGE), processor_name(), model.float32_runtime]
+        circumstances = [ort.__version__, version(PACKAGE), processor_name(), model.float32_runtime]
         given = model.config.parameters.items()
         parameters = sorted((key, value.string_value) for key, value in given if not key.startswith(PREFIX))
         settings = [str(self.precision), str(model.placement.threads), str(model.config.max_batch_size), repr(parameters)]

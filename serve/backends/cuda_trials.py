@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +162,7 @@ class WaysTrial(Trial[ChosenWays]):
         given = sorted((key, value.string_value) for key, value in config.parameters.items() if key not in REPORTED)
         optimization = config.optimization.SerializeToString(deterministic=True).hex()
         where = [_device_name(device_id), str(device_id), str(config.max_batch_size)]
-        return decision_key(self._model.path, [version("halfserve"), ort.__version__, *where, repr(given), optimization])
+        return decision_key(self._model.path, [ort.__version__, *where, repr(given), optimization])
 
     def decide(self) -> ChosenWays:
         """Try one way after the other on top of the best ones so far. A way that fails, or answers otherwise, is left out."""

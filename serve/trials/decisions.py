@@ -8,6 +8,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -15,6 +16,7 @@ from halfserve.files.atomic_files import atomic_file
 from halfserve.serve.engine.disk_files import open_regular
 
 READ_BYTES = 1 << 20
+OWN_VERSION = version("halfserve")  # reading it takes a millisecond, and each load asks for keys
 
 
 class Decision(ABC):
@@ -101,9 +103,12 @@ def users_folder() -> Path | None:
 
 
 def decision_key(path: Path, circumstances: Iterable[str]) -> str:
-    """Return a digest of the model file and the conditions of the trial (runtime version, provider, settings)."""
+    """Return a digest of the model file and the conditions of the trial (runtime version, provider, settings).
+
+    This package's version is one of them.
+    """
     digest = hashlib.blake2b(digest_size=20)
-    for circumstance in circumstances:
+    for circumstance in (OWN_VERSION, *circumstances):
         digest.update(circumstance.encode() + b"\0")
     with open_regular(path) as file:
         while block := file.read(READ_BYTES):

@@ -129,10 +129,11 @@ class TriedVersion:
 
     def too_large_declared(self) -> list[ModelWarmup]:
         """Return the entries of model_warmup whose inputs alone would take more than MEMORY_SHARE of the available memory."""
-        available = available_bytes()
+        declared = self.model.config.model_warmup
+        available = available_bytes() if declared else None
         if available is None:
             return []
-        return [warm_up for warm_up in self.model.config.model_warmup if _bytes(warm_up) > available * MEMORY_SHARE]
+        return [warm_up for warm_up in declared if _bytes(warm_up) > available * MEMORY_SHARE]
 
     def sized(self) -> Iterator[TrialBatch]:
         """Yield one batch of a single row, one of the largest size, and one of every preferred size, except `too_large` ones.

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -188,12 +187,11 @@ class ProbedLoad:
     @cached_property
     def key(self) -> str:
         """Key that is equal for trials with equal results; computing it reads the whole file, but not external weights."""
-        # This package's version is included because it changes models before they are loaded. The device's number is not: a
-        # model with a copy on each device is tried out once.
+        # The device's number is not included: a model with a copy on each device is tried out once.
         request = dict(self.request)
         if "providers" in request:
             request["providers"] = [(name, _without_device(options)) for name, options in request["providers"]]
-        return decision_key(self.path, [version("halfserve"), *self.circumstances, repr(sorted(request.items()))])
+        return decision_key(self.path, [*self.circumstances, repr(sorted(request.items()))])
 
 
 def _without_device(options: Mapping[str, str]) -> dict[str, str]:
