@@ -23,6 +23,10 @@ GAIN = 1.02  # a choice is better than another, or than the one in force, from t
 SATURATED = 1.03  # more requests in flight that raise the throughput by less are not worth their latency
 CANDIDATES = 8
 SURVIVORS = 2
+NEAR = 0.7  # share of the best throughput from which on choices of another division start a climb of their own
+    0.7  # choices of other instances, threads, padding or precision start a climb of their own from this share of the best on
+)
+STARTS = 4  # such choices at most
 FINALISTS = 3
 ROUNDS = 3
 LOWERINGS = 4  # loads at which a finalist is measured, each below the one before: by 1, 2 and 4 rungs
@@ -143,6 +147,8 @@ class TuningSearch:
             candidates = self.ranked(candidates)[: max(SURVIVORS, len(candidates) // 2)]
             seconds *= 2 if len(candidates) > SURVIVORS else 1
         seconds = self.window_s
+        for choice in self._starts():
+            self._climb(choice, seconds)
         before: list[Choice] = []
         while not self._is_over() and (ranked := self.ranked(self._best)[:SURVIVORS]) != before and seconds <= LONGEST_S:
             for choice in ranked:
@@ -237,8 +243,17 @@ class TuningSearch:
         ordered = sorted(predicted, key=lambda choice: predicted[choice])
         first: dict[tuple[SettingValue, ...], Choice] = {}
         for choice in ordered:
-            first.setdefault((choice[0].instances, choice[0].threads, choice[0].padded, choice[0].precision), choice)
+            first.setdefault(choice[0].division, choice)
         return list(dict.fromkeys([*first.values(), *ordered]))
+
+    def _starts(self) -> list[Choice]:
+        """Return the best choice of each division of the cores, padding and precision: no single move leads between them."""
+        first: dict[tuple[object, ...], Choice] = {}
+        ranked = self.ranked(self._best)
+        for choice in ranked:
+            if self._best[choice].requests_per_second >= NEAR * self._best[ranked[0]].requests_per_second:
+                first.setdefault(tuple(settings.division for settings in choice), choice)
+        return list(first.values())[:STARTS]
 
     def _climb(self, choice: Choice, seconds: float) -> None:
         """Move one setting at a time by one place, as long as that is better."""

@@ -34,6 +34,11 @@ class TunedSettings:
     precision: str = ""  # precision on the CPU, as in "halfserve.cpu_precision"; "" where the configuration has none
 
     @property
+    def division(self) -> tuple[SettingValue, ...]:
+        """The settings that change what a batch costs, and not only which requests share it."""
+        return self.instances, self.threads, self.padded, self.precision
+
+    @property
     def text(self) -> str:
         parts = [f"{self.instances} x {self.threads or 'auto'} threads", f"batch {self.max_batch_size}", f"{self.delay_us} us"]
         return ", ".join([*parts, *(["padded"] if self.padded else []), *([self.precision] if self.precision else [])])
