@@ -24,8 +24,6 @@ SATURATED = 1.03  # more requests in flight that raise the throughput by less ar
 CANDIDATES = 8
 SURVIVORS = 2
 NEAR = 0.7  # share of the best throughput from which on choices of another division start a climb of their own
-    0.7  # choices of other instances, threads, padding or precision start a climb of their own from this share of the best on
-)
 STARTS = 4  # such choices at most
 FINALISTS = 3
 ROUNDS = 3
