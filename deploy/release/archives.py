@@ -82,7 +82,7 @@ def run(command: list[str], *, variables: Mapping[str, str] | None = None, folde
         ReleaseError: it ends with another exit status than 0.
     """
     try:
-        own = Path(sys.executable).with_name(command[0])
+        own = Path(sys.executable).parent / command[0]
         program = str(own) if own.exists() else command[0]
         subprocess.run([program, *command[1:]], check=True, cwd=folder, env={**os.environ, **(variables or {})})
     except (OSError, subprocess.CalledProcessError) as error:
