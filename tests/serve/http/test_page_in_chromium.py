@@ -36,7 +36,7 @@ CERTIFICATE = {
     "outputs": [{"name": HOSTILE, "execution": "rounded", "figures": FIGURES, "violations": [], "plot": PLOT}],
 }
 READY = "document.querySelector('#plots svg') && document.querySelector('#try form')"
-MODULE = resources.files("halfserve.serve.http").joinpath("static", "tensors.js")
+MODULE = resources.files("halfserve.serve.http.page").joinpath("static", "tensors.js")
 WIDE = "[9007199254740993, -9223372036854775808, 18446744073709551615, 0.25]"
 Run = Callable[[str], str]
 
