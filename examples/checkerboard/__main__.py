@@ -1,7 +1,7 @@
 """A picture learned from its pixels' coordinates, once in float32 and once in mixed precision, side by side.
 
 A network of 1x1 convolutions (2 -> 256 -> 256 -> 256 -> 1, BatchNorm and ReLU between) is given the grid of coordinates of an
-image and learns the brightness of each pixel, with Adam and a mean squared error. Each precision starts from the same weights:
+image and learns the brightness of each pixel, with Adam and a mean squared error. Each precision starts from the same weights. It draws with matplotlib (pip install matplotlib):
 
     python -m halfserve.examples.checkerboard
     python -m halfserve.examples.checkerboard --steps 200 --size 64 --dtype bfloat16 --out runs/checkerboard.png

@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
-WHOLE_CELL, WHOLE_WORD = 16, 24  # characters up to which a cell stays in one line, and a word is not broken
+WHOLE_CELL, WHOLE_WORD = 16, 24  # characters of a cell that stay in one line, and of a word that is not broken
 # Characters that XML 1.0 forbids: control characters, lone surrogates and two non-characters.
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 # The series' colours are those of Okabe and Ito, which colour-blind readers can tell apart, changed until each has a contrast
@@ -139,9 +139,10 @@ def _line(
 
 
 def _width(texts: Iterable[str]) -> float:
-    """Return the width of a column of texts in digits; letters may be wider."""
-    parts = [part for text in texts for part in ([text] if len(text) <= WHOLE_CELL else text.split())]
-    return 1.15 * min(max(map(len, parts), default=0), WHOLE_WORD)
+    """Return the least width of a column of texts, in digits; letters may be wider."""
+    cells = list(texts)
+    longest_word = max((len(word) for text in cells for word in text.split()), default=0)
+    return 1.15 * max(min(longest_word, WHOLE_WORD), min(max(map(len, cells)), WHOLE_CELL))
 
 
 def _class(kind: str) -> str:
