@@ -52,7 +52,7 @@ svg text { font: 11px system-ui, sans-serif; fill: var(--quiet); font-variant-nu
 .grid { stroke: var(--line); } .axis { stroke: var(--axis); }
 .limit { stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 5 3; } .equal { stroke: var(--axis); stroke-dasharray: 4 3; }
 .curve { fill: none; stroke: currentColor; stroke-width: 1.8; stroke-linejoin: round; } .dashed { stroke-dasharray: 5 3; }
-.filled { fill: currentColor; } .faint { fill-opacity: .6; }
+.filled { fill: currentColor; } .faint { fill-opacity: .8; }
 .s0 { color: var(--s0); } .s1 { color: var(--s1); } .s2 { color: var(--s2); } .s3 { color: var(--s3); }
 .s4 { color: var(--s4); } .s5 { color: var(--s5); } .s6 { color: var(--s6); } .s7 { color: var(--s7); }
 .legend { display: flex; flex-wrap: wrap; gap: .1rem 1rem; list-style: none; margin: .3rem 0 0; padding: 0; font-size: .85rem; }
