@@ -163,8 +163,8 @@ def served_rows(result: DemoResult) -> list[tuple[str, ...]]:
 
 
 BF16_GAIN = (
-    "A network as small as this one gains nothing from bf16, as copies and calls take its time. On a Zen 4, MiniLM, ResNet-50 "
-    "and BERT-base answer 2.1 to 2.5 times as many requests in bf16 as in fp32."
+    "A network as small as this one gains little or nothing from bf16, as copies and calls take its time. On a Zen 4, MiniLM, "
+    "ResNet-50 and BERT-base answer 2.1 to 2.5 times as many requests in bf16 as in fp32."
 )
 FP16_GAIN = (
     "On a CPU the fp16 file saves disk and download: ONNX Runtime computes it in fp32. On an NVIDIA GPU the same file is "
