@@ -90,7 +90,6 @@ STAGES = {
     "tune": Stage(
         module="halfserve.serve.tuning.tune_command",
         help="Find a model's best settings within a latency limit.",
-        extra="bench",
         configurable=True,
     ),
     "conformance": Stage(

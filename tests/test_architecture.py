@@ -1,6 +1,7 @@
 """The arrows between the rooms: stages meet in files on disk and in protos/, never in each other's Python.
 
-`halfserve/files/` is what all of them do with files; `halfserve/installation.py` names the command that adds an extra.
+`halfserve/files/` is what all of them do with files, `halfserve/reports/` the pages that they write, and
+`halfserve/installation.py` names the command that adds an extra.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "halfserve"
-STAGES = ("files", "protos", "amp_core", "export", "serve")
-FOLDERS = (*STAGES[1:], "examples")  # at the top level of a checkout
+STAGES = ("files", "reports", "protos", "amp_core", "export", "serve")
+FOLDERS = (*STAGES[2:], "examples")  # at the top level of a checkout
 BARE = re.compile(rf"\b(from|import) +({'|'.join(FOLDERS)})\b")
 CODE_MAP = ROOT.parent / "docs" / "explanation" / "design.md"
 

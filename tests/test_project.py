@@ -104,7 +104,7 @@ def test_an_installation_holds_every_module_under_one_name(tmp_path: Path) -> No
     (lib,) = tmp_path.glob("lib*")
     built = {str(path.relative_to(lib)) for path in lib.rglob("*.py")}
     assert built == {str(path.relative_to(ROOT)) for path in package_files() if path.suffix == ".py"}
-    assert (lib / "halfserve" / "serve" / "http" / "static" / "index.html").exists()
+    assert (lib / "halfserve" / "serve" / "http" / "page" / "static" / "index.html").exists()
     program = "from halfserve.installation import code_in_use; print(code_in_use())"
     said = subprocess.run([sys.executable, "-c", program], cwd=lib, check=True, capture_output=True, text=True).stdout
     assert said == f"from an installed copy, {lib / 'halfserve'}\n"

@@ -8,9 +8,9 @@ image and learns the brightness of each pixel, with Adam and a mean squared erro
     python -m halfserve.examples.checkerboard --device cuda --size 512 --json
 
 It prints a table of final losses and times (on CUDA also the peak memory) and draws the target and what each precision made of
-it. What mixed precision gains shows on a GPU. A CPU without fp16 arithmetic gains no speed from float16: it takes many times as
-long as float32, and what the table shows there is that the losses agree. bfloat16 is faster than float32 only on a CPU that has
-instructions for it.
+it, with matplotlib (pip install matplotlib). What mixed precision gains shows on a GPU. A CPU without fp16 arithmetic gains no
+speed from float16: it takes many times as long as float32, and what the table shows there is that the losses agree. bfloat16 is
+faster than float32 only on a CPU that has instructions for it.
 """
 
 from __future__ import annotations

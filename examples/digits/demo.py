@@ -59,7 +59,7 @@ class DemoFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.training, self.repository = folder / "training", folder / "repository"
-        self.bench, self.bench_plot, self.report = folder / "bench.json", folder / "bench.png", folder / "report.html"
+        self.bench, self.report = folder / "bench.json", folder / "report.html"
 
     @property
     def version(self) -> Path:
@@ -85,8 +85,13 @@ def demo(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     started = time.monotonic()
     parse_concurrencies(concurrency)  # before the work, not after it
-    # Imported late: torch and matplotlib take seconds to load, and `--help` and usage errors do not need them.
-    from halfserve.examples.digits.report import DemoResult, result_tables, write_report  # noqa: PLC0415  (see above)
+    # Imported late: torch and ONNX take seconds to load, and `--help` and usage errors do not need them.
+    from halfserve.examples.digits.report import (  # noqa: PLC0415  (see above)
+        DemoResult,
+        result_tables,
+        why_no_bf16,
+        write_report,
+    )
     from halfserve.serve.backends.openvino.fitness import computed_halves, processor_name  # noqa: PLC0415  (see above)
 
     files = DemoFiles(out)
@@ -100,21 +105,22 @@ def demo(
     with _server(console, str(files.repository)) as (address, _):
         served_accuracy = ask_held_out(address, NAME, DATA)
         bench = ["bench", NAME, "--address", address, "--concurrency", concurrency, "--seconds", str(seconds)]
-        bench += ["--output", str(files.bench), "--plot", str(files.bench_plot)]
+        bench += ["--output", str(files.bench)]
         _step(console, "4/5", "measure throughput and latency", bench)
     console.print(f"\n[bold]\\[5/5] serve it in each precision, {COMPARED_IN_FLIGHT} requests in flight[/bold]")
     served = {"fp32": [str(files.version / "fp32" / "model.onnx"), "--cpu-precision", "float32"]}
     served["fp16"] = [str(files.repository), "--cpu-precision", "float32"]
-    if "bf16" in computed_halves() and find_spec("openvino") is not None:
+    halves, openvino = computed_halves(), find_spec("openvino") is not None
+    if "bf16" in halves and openvino:
         served["fp16, bf16 proved"] = [str(files.repository), "--cpu", "--cpu-precision", "bfloat16"]
     result = DemoResult.read(
         training=files.training,
         certificate=files.version / "certificate.json",
         bench=files.bench,
-        bench_plot=files.bench_plot,
         served_accuracy=served_accuracy,
         processor=processor_name(),
         precisions=_compared(console, served, seconds),
+        no_bf16=why_no_bf16(processor_name(), halves, openvino=openvino),
     )
     write_report(files.report, result)
     if as_json:

@@ -30,6 +30,7 @@ from halfserve.serve.benchmark.load.calls import MAX_CONNECTIONS
 from halfserve.serve.benchmark.load.spec import Arrivals
 from halfserve.serve.benchmark.load_target import RequestSettings
 from halfserve.serve.benchmark.measurement import Goal, Measurement
+from halfserve.serve.benchmark.page import write_page
 from halfserve.serve.benchmark.request_inputs import MAX_BYTES, parse_parameters, parse_shapes
 from halfserve.serve.benchmark.tables import ProgressBar, tables
 from halfserve.serve.benchmark.text_target import RestEndpoint, parse_endpoint
@@ -143,7 +144,6 @@ class BenchArguments:
     csv: Annotated[Path | None, _report(help="Write a line per level to this CSV file.")] = None
     html: Annotated[Path | None, _report(help="Write one page with tables and plots.")] = None
     hgrm: Annotated[Path | None, _report(help="Write latency distributions as HdrHistogram's text.")] = None
-    plot: Annotated[Path | None, _report(help="Draw throughput and latency into this PNG file.")] = None
     as_json: AsJson = False
 
     def campaign(self, models: Sequence[str]) -> Campaign:
@@ -290,7 +290,7 @@ def bench(
 
 
 def _run(campaign: Campaign, arguments: BenchArguments) -> None:
-    given = ("output", "csv", "html", "hgrm", "plot")
+    given = ("output", "csv", "html", "hgrm")
     writers = report_writers({f"--{name}": getattr(arguments, name) for name in given})
     with ProgressBar() as bar:
         report, ending = carry_out(campaign, bar)
@@ -401,7 +401,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
 def report_writers(outputs: Mapping[str, Path | None]) -> list[Writer]:
     """Return one function per file to write; anything that would prevent the writing is found here, before the measurement.
 
-    `outputs` has the path by option: "--output" (JSON), "--csv", "--html", "--hgrm", "--plot" (PNG).
+    `outputs` has the path by option: "--output" (JSON), "--csv", "--html", "--hgrm".
 
     Raises:
         BenchmarkArgumentError: two options name the same file.
@@ -424,13 +424,10 @@ def _check_apart(outputs: Mapping[str, Path]) -> None:
 
 
 def _write_function(option: str) -> WriteFile:
-    # matplotlib and hdrhistogram are extras, and slow to import; an extra that is missing is found before the measurement.
-    if option in ("--html", "--plot"):
-        from halfserve.serve.benchmark.page import write_page, write_plot  # noqa: PLC0415  (an extra)
-
-        return write_page if option == "--html" else write_plot
     if option == "--hgrm":
+        # An extra; where it is missing, that is found before the measurement.
         import hdrh.histogram  # type: ignore[import-untyped]  # noqa: F401, PLC0415  (an extra)
 
         return write_percentiles
-    return write_json if option == "--output" else write_csv
+    writers: dict[str, WriteFile] = {"--output": write_json, "--csv": write_csv, "--html": write_page}
+    return writers[option]

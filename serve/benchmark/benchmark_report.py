@@ -1,4 +1,4 @@
-"""A benchmark report: as one object, and its files: bench.json, CSV, HdrHistogram text; page.py has the page and the plot.
+"""A benchmark report: as one object, and its files: bench.json, CSV, HdrHistogram text; page.py has the page.
 
 bench.json holds one object:
 

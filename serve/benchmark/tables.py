@@ -113,7 +113,8 @@ def differences_table(report: BenchmarkReport) -> Table:
     figures = ("answers\ndiffer", "largest\nerror", "of the\nlargest", "argmax\nagrees", "mis-\nmatched")
     for heading in ("target", "output", *figures):
         table.add_column(heading, justify="left" if heading in ("target", "output") else "right", overflow="fold")
-    shown = _short_names(table, (one.name for one in report.differences))
+    # The numbers are those of the comparison's table.
+    shown = _short_names(table, [*(line.name for line in report.comparison), *(one.name for one in report.differences)])
     for one in report.differences:
         for d in one.outputs:
             agreement = "-" if d.agreement is None else f"{d.agreement:.2%}"

@@ -16,7 +16,7 @@ from halfserve.serve.http.http_options import HttpOptions
 from halfserve.serve.http.http_server import HttpServer
 from halfserve.serve.http.infer_route import InferRoute
 from halfserve.serve.http.management_routes import SettingRoutes, SharedMemoryRoutes
-from halfserve.serve.http.page import Page
+from halfserve.serve.http.page.page import Page
 from halfserve.serve.http.request_body import BodyReader
 from halfserve.serve.http.responses import HANDLERS, on_unexpected
 from halfserve.serve.http.routes import MetricsRoute, ModelRoutes, OpenApiRoute

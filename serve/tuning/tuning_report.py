@@ -9,10 +9,9 @@ tuned ones), "in_force" and "best" (medians, null if there is none), "nearest", 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,11 @@ from rich import box
 from rich.table import Table
 
 from halfserve.files.atomic_files import atomic_file
+from halfserve.reports.charts import GREY, Axis, Chart
+from halfserve.reports.page import escaped, paragraph, report_page, section
+from halfserve.serve.benchmark.page import html_table
 from halfserve.serve.tuning.config_edit import ConfigEdit
-from halfserve.serve.tuning.search import TuningGoal, TuningOutcome
+from halfserve.serve.tuning.search import TuningGoal, TuningOutcome, TuningPoint
 from halfserve.serve.tuning.settings import choice_text
 
 
@@ -85,35 +87,36 @@ def write_report(path: Path, report: TuningReport) -> None:
 
 
 def _page(report: TuningReport) -> str:
-    from halfserve.serve.benchmark.page import as_page, html_table  # noqa: PLC0415  (matplotlib is slow to import)
-
-    body = [
-        f"<h1>{escape(report.title)}</h1>",
-        f"<p>{escape(report.address or 'a server of its own')}, {report.date.isoformat(timespec='seconds')}</p>",
-        f"<p><code>{escape(report.command)}</code></p>",
-        *(f'<p class="warning">{escape(line)}</p>' for line in report.notes),
-        html_table(report.table()),
-        "<h2>Throughput and latency</h2>",
-        _front_plot(report),
-        *(f"<h2>{escape(str(edit.path))}</h2><pre>{escape(edit.diff)}</pre>" for edit in report.edits),
-    ]
-    return as_page(report.title, body)
+    return report_page(f"{report.title}: tuning", _sections(report))
 
 
-def _front_plot(report: TuningReport) -> str:
+def _sections(report: TuningReport) -> Iterator[str]:
+    yield f"<h1>Tuning of {escaped(report.title)}</h1>"
+    yield paragraph(f"{report.address or 'a server of its own'}, {report.date.isoformat(timespec='seconds')}", "quiet")
+    yield f"<p><code>{escaped(report.command)}</code></p>"
+    yield from (paragraph(line, "warning") for line in report.notes)
+    yield html_table(report.table(), report.title)
+    yield section("Throughput and latency", _front_chart(report))
+    for edit in report.edits:
+        yield section(str(edit.path), f'<pre tabindex="0">{escaped(edit.diff)}</pre>')
+
+
+def _front_chart(report: TuningReport) -> str:
     """Plot all measurements, the Pareto front, the limit, the settings in force and the chosen ones."""
-    from halfserve.serve.benchmark.page import BLUE, GREY, ORANGE, as_svg, new_figure  # noqa: PLC0415  (see _page)
+    outcome, limit_ms = report.outcome, report.goal.max_ms
+    shown = [*outcome.points, *filter(None, (outcome.start, outcome.best))]
+    rates = Axis.linear("requests/s", (point.requests_per_second for point in shown))
+    latencies = Axis.log("ms", [limit_ms, *(point.latency_ms for point in shown)])
+    chart = Chart(f"Latency p{report.goal.percent:g} by throughput", rates, latencies)
+    chart.dots("measured", map(_place, outcome.points), GREY, radius=2)
+    chart.curve("Pareto front: no other settings are better in both", map(_place, outcome.front()), 0, dots=True)
+    if outcome.start:
+        chart.dots("in force", [_place(outcome.start)], 2, radius=5)
+    if outcome.best:
+        chart.dots("best", [_place(outcome.best)], 1, radius=5)
+    chart.limit(name=f"limit, {limit_ms:g} ms", y=limit_ms)
+    return chart.figure()
 
-    outcome = report.outcome
-    figure, axes = new_figure("throughput [requests/s]", f"latency p{report.goal.percent:g} [ms]")
-    for points, line, colour, label in (
-        (outcome.points, ".", GREY, "measured"),
-        (outcome.front(), "o-", BLUE, "Pareto front"),
-        ([outcome.start] if outcome.start else [], "s", ORANGE, "in force"),
-        ([outcome.best] if outcome.best else [], "*", ORANGE, "best"),
-    ):
-        axes.plot([p.requests_per_second for p in points], [p.latency_ms for p in points], line, color=colour, label=label)
-    axes.axhline(report.goal.max_ms, color=ORANGE, linestyle="--", label="limit")
-    axes.set_yscale("log")
-    axes.set_xlim(left=0)
-    return as_svg(figure, axes)
+
+def _place(point: TuningPoint) -> tuple[float, float]:
+    return point.requests_per_second, point.latency_ms

@@ -92,10 +92,10 @@ def test_the_readme_shows_the_lines_that_the_demo_prints(demo: tuple[Path, dict[
         training=out / "training",
         certificate=out / "repository" / "digits" / "1" / "certificate.json",
         bench=out / "bench.json",
-        bench_plot=out / "bench.png",
         served_accuracy=summary["accuracy"]["served"],
         processor=summary["processor"],
         precisions=summary["precisions"],
+        no_bf16=summary["no_bf16"],
     )
     shown = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     for line in [*(name for name, _ in precision_rows(result)), *LEVEL_HEADINGS, *PRECISION_HEADINGS]:
@@ -104,10 +104,16 @@ def test_the_readme_shows_the_lines_that_the_demo_prints(demo: tuple[Path, dict[
 
 def test_the_report_stands_alone(demo: tuple[Path, dict[str, Any]]) -> None:
     page = (demo[0] / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2
-    assert "within budget" in page
-    assert 'src="http' not in page
-    assert "undefined" not in page
+    assert page.count("<svg") == 9
+    assert "Within budget" in page
+    assert not any(word in page for word in ("src=", "href=", "nan,", "undefined"))
+
+
+def test_bf16_has_a_row_or_a_reason(demo: tuple[Path, dict[str, Any]]) -> None:
+    page, summary = (demo[0] / "report.html").read_text(), demo[1]
+    has_row = any("bf16" in served["file"] for served in summary["precisions"])
+    assert has_row == (summary["no_bf16"] == "")
+    assert ("There is no row for bf16: this processor" in page) != has_row
 
 
 def test_grpcio_gets_the_fp32_models_answers(address: str, held_out: tuple[Array, Array]) -> None:

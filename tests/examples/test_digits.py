@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib.image
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -21,7 +20,7 @@ from halfserve.examples.digits import demo
 from halfserve.examples.digits.data import data
 from halfserve.examples.digits.demo import DemoError
 from halfserve.examples.digits.model import model, with_coordinates
-from halfserve.examples.digits.report import training_plot
+from halfserve.examples.digits.report import training_charts, why_no_bf16
 from halfserve.examples.integrations import accelerate_loop, lightning_fabric, lightning_trainer
 from halfserve.serve.benchmark import BenchmarkArgumentError
 from tests.amp_core.integrations.plain import LIGHTNING, silence_loggers
@@ -83,12 +82,21 @@ def test_trained_in_float16_it_reads_digits_it_has_never_seen(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("loss", [0.5, None, "inf"])
-def test_the_picture_is_a_png_whatever_the_loss_was(loss: object) -> None:
+def test_training_is_drawn_whatever_the_loss_was(loss: object) -> None:
     steps = [{"step": i, "loss": loss if i == 2 else 1.0 / (i + 1), "scale": 65536.0, "skipped": i == 2} for i in range(6)]
     epochs = [{"evaluation_loss": 0.3, "accuracy": 0.9}, {"evaluation_loss": 0.2, "accuracy": 0.95}]
-    picture = matplotlib.image.imread(io.BytesIO(training_plot(steps, epochs)), format="png")
-    assert picture.shape[:2] == (1050, 1200)
-    assert picture[..., :3].std() > 0.05, "something is drawn"
+    drawn = training_charts(steps, epochs)
+    assert drawn.count("<svg") == 3
+    assert "skipped step" in drawn
+    curve = re.findall(r'class="curve" d="([^"]*)"', drawn)[0]
+    assert (curve.count("M"), curve.count("L")) == ((1, 5) if loss == 0.5 else (2, 3))  # a gap where it was not finite
+    assert "nan" not in drawn
+
+
+def test_the_demo_says_why_it_has_no_bf16() -> None:
+    assert "(AMD EPYC) has no bf16 arithmetic" in why_no_bf16("AMD EPYC", {"fp16"}, openvino=True)
+    assert "OpenVINO, which computes in it, is not installed" in why_no_bf16("", {"bf16"}, openvino=False)
+    assert why_no_bf16("", {"bf16"}, openvino=True) == ""
 
 
 @pytest.mark.long

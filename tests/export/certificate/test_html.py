@@ -111,6 +111,8 @@ def test_every_output_has_a_histogram_and_a_scatter(certificate: Certificate) ->
     drawings = list(parsed(certificate).iter(f"{NAMESPACE}svg"))
     assert len(drawings) == 4
     counts = [{part: len(list(svg.iter(NAMESPACE + part))) for part in SVG_PARTS} for svg in drawings]
+    titles = [texts(caption) for caption in parsed(certificate).iter(f"{NAMESPACE}figcaption")]
+    assert len(set(titles)) == 4
     plot = certificate.outputs[0].plot
     assert plot is not None
     assert counts[0] == {"rect": sum(count > 0 for count in plot.counts), "circle": 0}
@@ -118,6 +120,20 @@ def test_every_output_has_a_histogram_and_a_scatter(certificate: Certificate) ->
     width, height = (float(number) for number in drawings[1].attrib["viewBox"].split()[2:])
     dots = list(drawings[1].iter(f"{NAMESPACE}circle"))
     assert all(0 < float(dot.attrib["cx"]) < width and 0 < float(dot.attrib["cy"]) < height for dot in dots)
+
+
+def test_the_page_explains_the_words_that_it_uses(certificate: Certificate) -> None:
+    figures = replace(certificate.outputs[0].figures, max_ulp=1034.0, max_abs_error=0.25, max_scaled_error=0.0005)
+    outputs = (replace(certificate.outputs[0], name="y", figures=figures),)
+    page = parsed(replace(certificate, outputs=outputs))
+    words = {texts(word) for word in page.iter(f"{NAMESPACE}dt")}
+    heads = {texts(head) for head in next(page.iter(f"{NAMESPACE}thead")).iter(f"{NAMESPACE}th")}
+    assert heads - words == {"output", "run"}
+    assert {"run rounded", "overflow", "flushed", "subnormal"} <= words
+    assert "y (rounded) is 1,034 steps from float32's, and no value is more than 0.25 from it, 0.0005 of the scale" in texts(
+        page
+    )
+    assert "at most 0.01 of its scale" in texts(page)
 
 
 def test_names_from_the_model_stay_text(certificate: Certificate) -> None:

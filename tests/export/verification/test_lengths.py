@@ -57,7 +57,7 @@ def test_the_sizes_that_were_tried_are_shown() -> None:
     certificate = certified(lengths=LongerSizes(sizes=({"L": 64},)))
     assert certificate.passed
     assert sizes_text(certificate) == "L 16, 64"
-    assert re.search(r"sizes tried</td><td>L 16, 64<", certificate_page(certificate))
+    assert re.search(r"sizes tried</dt><dd>L 16, 64<", certificate_page(certificate))
 
 
 @pytest.mark.parametrize(("given", "sizes"), [({"adversarial": False}, (16,)), ({"longest": {"L": 32}}, (16, 32))])

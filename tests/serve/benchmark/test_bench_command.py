@@ -169,8 +169,8 @@ def test_wrong_input_is_answered_in_one_line(
 
 
 def test_an_unknown_option_suggests_the_one_whose_help_names_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench("mlp", "--png", "runs/bench.png") == 2
-    assert "No such option: --png (Possible options: --plot)" in capsys.readouterr().err
+    assert bench("mlp", "--page", "runs/bench.html") == 2
+    assert "No such option: --page (Possible options: --html)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["seconds", "warmup", "max-latency-ms", "percentile", "goodput-ms", "timeout"])

@@ -36,11 +36,11 @@ TELLERS = {
     "serve/benchmark/benchmark_report.py",
     "serve/engine/precision_guard/tally.py",
     "serve/engine/model_statistics.py",
-    "serve/http/model_history.py",
+    "serve/http/page/model_history.py",
     # When Ray was called, beside the times of its log files: a clock that jumps makes a message name another cause.
     "serve/fleet/launch/ray_cluster.py",
     "serve/fleet/launch/ray_failures.py",
-    "serve/http/page.py",
+    "serve/http/page/page_state.py",
     "serve/observability/access_log.py",
     "serve/observability/capture.py",
     "serve/observability/tracing.py",

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfserve.serve.engine.model_statistics import EDGES_NS, BatchTimes
-from halfserve.serve.http.model_history import SAMPLES, ModelHistory, quantile_ms
+from halfserve.serve.http.page.model_history import SAMPLES, ModelHistory, quantile_ms
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import running_server
 

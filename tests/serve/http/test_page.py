@@ -17,15 +17,17 @@ import pytest
 from halfserve.protos.certificates import MAX_CERTIFICATE_BYTES
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import VersionState
-from halfserve.serve.http.model_history import ModelHistory
-from halfserve.serve.http.page import MAX_BYTES, POLICY, STATIC_FILES, Certificates, PageState, certificate_of, summary
+from halfserve.serve.http.page.certificates import MAX_BYTES, Certificates, certificate_of, summary
+from halfserve.serve.http.page.model_history import ModelHistory
+from halfserve.serve.http.page.page_files import POLICY, STATIC_FILES
+from halfserve.serve.http.page.page_state import PageState
 from tests.models import save_mlp, save_thousandfold
 from tests.serve.conftest import load_repository, vouched
 from tests.serve.engine.fakes import MEASURED, HeldBackend, held_model, measured_model
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import running_server
 
-STATIC = resources.files("halfserve.serve.http").joinpath("static")
+STATIC = resources.files("halfserve.serve.http.page").joinpath("static")
 MODELS = 20
 SETTINGS = {"precision_guard": "fallback", "shadow_rate": "1", "fp32_twin": "fp32/model.onnx"}
 CERTIFICATE = {
@@ -45,6 +47,9 @@ def test_every_file_is_served_as_what_it_is(http: httpx.Client, name: str) -> No
     assert answer.headers["content-security-policy"] == POLICY
     assert answer.headers["x-frame-options"] == "DENY"
     assert answer.content == STATIC.joinpath(name).read_bytes()
+    known = http.get(answer.url.path, headers={"if-none-match": answer.headers["etag"]})
+    assert (known.status_code, known.content) == (304, b"")
+    assert known.headers["content-security-policy"] == POLICY
 
 
 def test_no_other_file_is_served(http: httpx.Client) -> None:

@@ -20,10 +20,13 @@ from halfserve.serve.security.security_options import SecurityOptions
 from tests.models import save_mlp, save_picky
 from tests.serve.conftest import load_repository, vouched
 from tests.serve.http.chromium import Tab, chromium, find_chromium
+from tests.serve.http.page_audit import FAINT, beyond
 from tests.serve.http.running_http import running_http
+from tests.serve.http.tasks.small_picture_models import save_picture_model
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.security.guarded import tokens_in
 
+LONG = "the-european-fire-salamander-" * 6
 HOSTILE = '<img src=x onerror="document.title=1">&amp;'
 FIGURES = {"max_abs_error": 1e-3, "max_scaled_error": 2e-3, "cosine": 0.999999, "agreement": 1.0}
 PLOT = {"reference": [], "candidate": [], "edges": [-4, -3, -2, -1], "counts": [5, 3, 0]}
@@ -36,7 +39,7 @@ CERTIFICATE = {
     "outputs": [{"name": HOSTILE, "execution": "rounded", "figures": FIGURES, "violations": [], "plot": PLOT}],
 }
 READY = "document.querySelector('#plots svg') && document.querySelector('#try form')"
-MODULE = resources.files("halfserve.serve.http").joinpath("static", "tensors.js")
+MODULE = resources.files("halfserve.serve.http.page").joinpath("static", "tensors.js")
 WIDE = "[9007199254740993, -9223372036854775808, 18446744073709551615, 0.25]"
 Run = Callable[[str], str]
 
@@ -52,11 +55,14 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, RestServer]]:
-    """Models "mlp", with a certificate, one of a hostile name, and "picky", all their own: the tests look at their counters."""
+    """Models "mlp", with a certificate, "photos", one of a hostile name, and "picky", all their own: the tests look at their
+    counters.
+    """
     root = tmp_path_factory.mktemp("shown")
     save_mlp(root / "mlp" / "1" / "model.onnx")
     (root / "mlp" / "1" / "certificate.json").write_text(json.dumps(CERTIFICATE))
     save_picky(root / "picky" / "1" / "model.onnx")
+    (save_picture_model(root, "photos") / "labels.txt").write_text(f"{LONG}\ngreen\nblue\n")
     save_picky(root / HOSTILE.replace("/", "") / "1" / "model.onnx")
     with running_server(lambda: vouched(load_repository(root))) as server, running_http(server) as rest:
         yield server, rest
@@ -75,9 +81,9 @@ def choose(tab: Tab, url: str, model: str) -> None:
     tab.wait_for(f"{READY} && document.querySelector('#heading h2').textContent.startsWith({json.dumps(model)})")
 
 
-def visit(tab: Tab, address: str) -> None:
+def visit(tab: Tab, address: str, *, width: int = 1280, dark: bool = False) -> None:
     tab.open("about:blank")
-    tab.open(address)
+    tab.open(address, width=width, dark=dark)
 
 
 def send(tab: Tab) -> str:
@@ -89,7 +95,7 @@ def test_it_shows_the_models_and_one_of_them(tab: Tab, url: str) -> None:
     tab.open(url)
     tab.wait_for(READY)
     names = tab.read("[...document.querySelectorAll('#models .name')].map(e => e.textContent)")
-    assert sorted(names) == sorted([HOSTILE.replace("/", ""), "mlp", "picky"])
+    assert sorted(names) == sorted([HOSTILE.replace("/", ""), "mlp", "photos", "picky"])
     choose(tab, url, "mlp")
     assert tab.read("document.querySelector('#status').textContent") == "ready"
     assert "CPUExecutionProvider" in tab.read("document.querySelector('#heading').innerText")
@@ -172,19 +178,23 @@ def test_what_is_being_read_stays_while_figures_change(tab: Tab, url: str) -> No
     assert tab.read("document.querySelectorAll('#facts rect.column').length") >= 1
 
 
-def test_what_was_refused_is_shown_with_its_reason(tab: Tab, url: str, served: tuple[RunningServer, RestServer]) -> None:
+@pytest.fixture
+def refused(tab: Tab, served: tuple[RunningServer, RestServer]) -> Iterator[str]:
+    """The name of a model whose version was refused, for a long reason."""
     server, _ = served
-    server.call(lambda: server.core.states.set("broken", 1, VersionState.UNAVAILABLE, "model.onnx is <b>cut</b> off"))
-    try:
-        visit(tab, f"{url}/#broken%2F1")
-        text = tab.wait_for("document.querySelector('#heading .reason') && document.querySelector('#heading').innerText")
-        assert "unavailable" in text
-        assert "model.onnx is <b>cut</b> off" in text
-        assert "takes no requests" in tab.read("document.querySelector('#try').innerText")
-    finally:
-        server.call(lambda: server.core.states.clear("broken", 1, VersionState.UNAVAILABLE))
+    reason = "model.onnx is <b>cut</b> off; copy it once more, and load the model again. " * 3
+    server.call(lambda: server.core.states.set("broken", 1, VersionState.UNAVAILABLE, reason))
+    yield "broken"
+    server.call(lambda: server.core.states.clear("broken", 1, VersionState.UNAVAILABLE))
     tab.wait_for("!document.querySelector('#models').innerText.includes('broken')")
-    assert tab.read("document.querySelector('#try form') !== null")
+
+
+def test_what_was_refused_is_shown_with_its_reason(tab: Tab, url: str, refused: str) -> None:
+    visit(tab, f"{url}/#{refused}%2F1")
+    text = tab.wait_for("document.querySelector('#heading .reason') && document.querySelector('#heading').innerText")
+    assert "unavailable" in text
+    assert "model.onnx is <b>cut</b> off" in text
+    assert "takes no requests" in tab.read("document.querySelector('#try').innerText")
 
 
 def test_metrics_report_the_state_of_instances(tab: Tab, url: str, served: tuple[RunningServer, RestServer]) -> None:
@@ -210,15 +220,21 @@ def test_the_certificate_is_shown(tab: Tab, url: str) -> None:
     assert "None." in tab.wait_for("document.querySelector('#certificate .empty').textContent")
 
 
-@pytest.mark.parametrize("width", [360, 1400])
-def test_it_fits_every_width(tab: Tab, url: str, width: int, tmp_path: Path) -> None:
-    tab.open("about:blank")
-    tab.open(f"{url}/#mlp%2F1", width=width)
-    tab.wait_for(READY)
-    assert tab.read("document.documentElement.scrollWidth") <= width
-    picture = tmp_path / "page.png"
-    tab.screenshot(picture)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("model", ["mlp", "photos"])
+def test_it_fits_every_width_and_can_be_read_in_every_light(
+    tab: Tab, url: str, refused: str, model: str, width: int, dark: bool
+) -> None:
+    visit(tab, f"{url}/#{model}%2F1", width=width, dark=dark)
+    tab.wait_for(f"{READY} && document.querySelector('#models').innerText.includes('{refused}')")
+    if model == "mlp":
+        tab.wait_for("document.querySelector('#certificate td')")
+    send(tab)
+    assert tab.read(beyond(width)) == []
+    assert tab.read(FAINT) == []
+    heights = "[...document.querySelectorAll('#models .badge')].map(e => e.offsetHeight)"
+    assert len(set(tab.read(heights))) == 1  # a card beside a taller one has badges of one line, too
 
 
 def test_it_is_dark_where_the_reader_is(tab: Tab, url: str) -> None:

@@ -52,21 +52,23 @@ function accuracy({ reference, rounded }) {
   return h("p", {}, `Accuracy ${share(reference)} in float32, ${share(rounded)} in fp16.`);
 }
 
+const COLUMNS = ["output", "computed", "largest error", "of scale", "cosine", "same class"];
+
 function table(outputs) {
-  const heads = ["output", "computed", "largest error", "of scale", "cosine", "same class"];
-  const rows = outputs.map(({ name, execution, figures, violations }) =>
-    h(
-      "tr",
-      { class: violations.length ? "bad" : null },
-      h("td", {}, h("span", { class: "mono" }, name)),
-      h("td", {}, NAMES[execution] ?? execution),
-      [figures.max_abs_error, figures.max_scaled_error].map((value) => h("td", { class: "number" }, number(value))),
-      h("td", { class: "number" }, typeof figures.cosine === "number" ? figures.cosine.toFixed(6) : String(figures.cosine)),
-      h("td", { class: "number" }, agreement(figures)),
-    ),
-  );
-  const head = h("tr", {}, heads.map((text, index) => h("th", { scope: "col", class: index > 1 ? "number" : null }, text)));
-  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Figures by output" }, h("table", {}, h("thead", {}, head), h("tbody", {}, rows)));
+  const rows = outputs.map(({ name, execution, figures, violations }) => {
+    const texts = [
+      h("span", { class: "mono" }, name),
+      NAMES[execution] ?? execution,
+      number(figures.max_abs_error),
+      number(figures.max_scaled_error),
+      typeof figures.cosine === "number" ? figures.cosine.toFixed(6) : String(figures.cosine),
+      agreement(figures),
+    ];
+    const cells = texts.map((text, index) => h("td", { class: index > 1 ? "number" : null, "data-label": COLUMNS[index] }, text));
+    return h("tr", { class: violations.length ? "bad" : null }, cells);
+  });
+  const head = h("tr", {}, COLUMNS.map((text, index) => h("th", { scope: "col", class: index > 1 ? "number" : null }, text)));
+  return h("div", { class: "figures-table" }, h("table", {}, h("thead", {}, head), h("tbody", {}, rows)));
 }
 
 // "none": the rows are no evidence, such as where float32 makes the same choice in all of them.

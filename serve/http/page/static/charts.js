@@ -8,6 +8,7 @@ const TOP = 8;
 const RIGHT = 6;
 const NARROWEST = 240;
 const COLUMNS_WIDTH = 460;
+const CARD_EDGES = 70; // pixels of a window that a card does not have for a chart
 const SHORTEST = 60; // seconds that a plot shows at least
 const TICKS = [10, 30, 60, 120]; // seconds between two marks of the time
 
@@ -143,9 +144,10 @@ function pieces(samples, index, interval) {
 // Columns: entries of [label, value]; `over` colours those beyond a limit.
 export function columns(entries, format, label, { over = () => false, limit = null } = {}) {
   const top = niceTop(Math.max(...entries.map(([, value]) => value), 0));
-  const svg = frame(COLUMNS_WIDTH, top, format, label);
-  const step = (COLUMNS_WIDTH - LEFT - RIGHT) / Math.max(entries.length, 1);
-  const every = Math.ceil(entries.length / 9);
+  const wide = Math.max(Math.min(COLUMNS_WIDTH, innerWidth - CARD_EDGES), NARROWEST); // text keeps its size on a phone
+  const svg = frame(wide, top, format, label);
+  const step = (wide - LEFT - RIGHT) / Math.max(entries.length, 1);
+  const every = Math.ceil(entries.length / (wide / 50));
   entries.forEach(([name, value], index) => {
     const at = LEFT + index * step;
     const width = Math.min(step - 2, 40);
