@@ -10,7 +10,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 SCRIPT = "text/javascript; charset=utf-8"
-SCRIPTS = ("main", "dom", "charts", "models", "certificate", "tensors", "try")
+SCRIPTS = (
+    "main",
+    "dom",
+    "requests",
+    "copying",
+    "charts",
+    "models",
+    "certificate",
+    "server",
+    "sign_in",
+    "tensors",
+    "try",
+    "answers",
+)
 STATIC_FILES = {
     "index.html": "text/html; charset=utf-8",
     "style.css": "text/css; charset=utf-8",

@@ -23,11 +23,6 @@ function fill(element, attributes, children) {
   }
 }
 
-// The server's answer. A page whose own address has a name and a password may not fetch a relative path.
-export function ask(path, options = {}) {
-  return fetch(location.origin + path, options);
-}
-
 // Replace an element's content, unless it is what it was: what is being read or clicked stays.
 export function show(element, key, make) {
   if (element.dataset.key === key) return;
