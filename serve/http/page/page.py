@@ -46,6 +46,10 @@ class Page:
     async def index(self, request: Request) -> Response:
         return page_file("index.html", request)
 
+    @serves("GET", "/docs", OPEN)
+    async def docs(self, request: Request) -> Response:
+        return page_file("docs.html", request)
+
     @serves("GET", "/ui/{file}", OPEN)
     async def file(self, request: Request) -> Response:
         name = request.path_params["file"]

@@ -23,9 +23,13 @@ SCRIPTS = (
     "tensors",
     "try",
     "answers",
+    "docs",
+    "schema_text",
+    "theme",
 )
 STATIC_FILES = {
     "index.html": "text/html; charset=utf-8",
+    "docs.html": "text/html; charset=utf-8",
     "style.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
     **{f"{name}.js": SCRIPT for name in SCRIPTS},

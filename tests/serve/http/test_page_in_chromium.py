@@ -137,8 +137,14 @@ def test_a_user_signs_in_with_a_token_and_has_its_rights(
         assert token not in tab.read("location.href + document.documentElement.outerHTML + JSON.stringify(localStorage)")
         assert "it needs the role metrics" in tab.wait_for("document.querySelector('#server').innerText")
         assert (tab.read(beyond(390)), tab.read(FAINT)) == ([], [])
+        visit(tab, f"http://127.0.0.1:{rest.port}/docs")
+        tab.wait_for("document.querySelector('.route')")  # with the token of this tab
+        visit(tab, f"http://127.0.0.1:{rest.port}/")
+        tab.wait_for(READY)
         tab.read("document.querySelector('#holder button').click()")
         tab.wait_for("document.querySelector('#sign-in input') && !document.querySelector('#models .name')")
+        visit(tab, f"http://127.0.0.1:{rest.port}/docs")
+        tab.wait_for("document.querySelector('#sign-in input')")
 
 
 def signed_in(token: str) -> str:
@@ -326,6 +332,33 @@ def test_it_fits_every_width_and_can_be_read_in_every_light(
     assert tab.read(FAINT) == []
     heights = "[...document.querySelectorAll('#models .badge')].map(e => e.offsetHeight)"
     assert len(set(tab.read(heights))) == 1  # a card beside a taller one has badges of one line, too
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_api_page_shows_every_route_of_the_document(tab: Tab, url: str, dark: bool) -> None:
+    visit(tab, f"{url}/docs#classify", width=390, dark=dark)
+    tab.wait_for("document.querySelector('#classify[open] .inside')")
+    document = httpx.get(f"{url}/openapi.json", timeout=60).json()
+    names = {one["operationId"] for item in document["paths"].values() for key, one in item.items() if key != "parameters"}
+    assert set(tab.read("[...document.querySelectorAll('.route')].map(e => e.id)")) == names
+    text = tab.read("document.querySelector('#classify').innerText")
+    for part in ("inputs: string", "top_k?: integer | null", "PictureClass", '"label": "tabby"', "--data-binary @FILE", "429"):
+        assert (part in text) == (part != "PictureClass"), part  # types stand where they are used
+    tab.read("document.querySelectorAll('details').forEach(e => { e.open = true; })")
+    tab.wait_for("[...document.querySelectorAll('.route')].every(e => e.querySelector('.inside'))")
+    assert "[object" not in tab.read("document.body.innerText")
+    assert (tab.read(beyond(390)), tab.read(FAINT)) == ([], [])
+    tab.read(
+        """(() => {
+      const search = document.querySelector('input[type=search]');
+      search.value = '/classify';
+      search.dispatchEvent(new Event('input'));
+    })()"""
+    )
+    assert tab.read("[...document.querySelectorAll('.route:not([hidden])')].map(e => e.id)") == [
+        "classify",
+        "classifyByVersion",
+    ]
 
 
 def test_it_is_dark_where_the_reader_is(tab: Tab, url: str) -> None:

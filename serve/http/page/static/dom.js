@@ -18,7 +18,7 @@ function fill(element, attributes, children) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else element.setAttribute(name, value === true ? "" : String(value));
   }
-  for (const child of children.flat()) {
+  for (const child of children.flat(Infinity)) {
     if (child !== null && child !== undefined) element.append(child);
   }
 }
@@ -34,6 +34,11 @@ export function show(element, key, make) {
 export function parts(element, key, names) {
   show(element, key, () => names.map((name) => h("div", { "data-part": name })));
   return Object.fromEntries([...element.children].map((part) => [part.dataset.part, part]));
+}
+
+// A text whose parts between backticks are code.
+export function prose(text) {
+  return text.split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part));
 }
 
 export function badge(text, kind = "") {

@@ -5,6 +5,7 @@ import { Plots, cards, facts, figures, guard, heading, idOf, uptime } from "./mo
 import { ask, token } from "./requests.js";
 import { ServerCard } from "./server.js";
 import { SignIn } from "./sign_in.js";
+import "./theme.js";
 import { Try } from "./try.js";
 
 const at = (id) => document.getElementById(id);
@@ -122,16 +123,6 @@ function fromHash() {
   }
 }
 
-function theme() {
-  const root = document.documentElement;
-  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  root.dataset.theme = dark ? "light" : "dark";
-  localStorage.setItem("theme", root.dataset.theme);
-}
-
-const remembered = localStorage.getItem("theme");
-if (remembered === "dark" || remembered === "light") document.documentElement.dataset.theme = remembered;
-at("theme").addEventListener("click", theme);
 // A browser follows a link without the token, so that the page shows what it is about.
 at("metrics").addEventListener("click", async (event) => {
   if (!token()) return;

@@ -38,10 +38,12 @@ export async function post(path, body, type) {
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 const plain = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : quoted(text));
 
-// The command that posts a body: JSON as text, `{file: name}`, or null for what is too long and stands in request.json.
+// The command that posts a body: JSON as text, `{file: name}`, or null for what is too long and stands in request.json; without a
+// body it gets.
 export function curl(path, body, { origin = location.origin, hasToken = Boolean(token()) } = {}) {
   const parts = ["curl", plain(origin + path)];
   if (hasToken) parts.push('-H "authorization: Bearer $TOKEN"');
+  if (body === undefined) return parts.join(" ");
   if (body?.file) parts.push(`--data-binary ${plain(`@${body.file}`)}`);
   else parts.push("-H 'content-type: application/json'", `-d ${body === null || body.length > LONGEST ? "@request.json" : quoted(body)}`);
   return parts.join(" ");
