@@ -50,7 +50,7 @@ class Page:
     async def docs(self, request: Request) -> Response:
         return page_file("docs.html", request)
 
-    @serves("GET", "/ui/{file}", OPEN)
+    @serves("GET", "/ui/files/{file}", OPEN)
     async def file(self, request: Request) -> Response:
         name = request.path_params["file"]
         if name not in STATIC_FILES:

@@ -43,7 +43,7 @@ CERTIFICATE = {
 
 @pytest.mark.parametrize("name", sorted(STATIC_FILES))
 def test_every_file_is_served_as_what_it_is(http: httpx.Client, name: str) -> None:
-    answer = http.get({"index.html": "/", "docs.html": "/docs"}.get(name, f"/ui/{name}"))
+    answer = http.get({"index.html": "/", "docs.html": "/docs"}.get(name, f"/ui/files/{name}"))
     assert answer.status_code == 200
     assert answer.headers["content-type"] == STATIC_FILES[name]
     assert answer.headers["content-security-policy"] == POLICY
@@ -56,9 +56,9 @@ def test_every_file_is_served_as_what_it_is(http: httpx.Client, name: str) -> No
 
 def test_no_other_file_is_served(http: httpx.Client) -> None:
     assert {entry.name for entry in STATIC.iterdir()} == set(STATIC_FILES)
-    answer = http.get("/ui/page.py")
+    answer = http.get("/ui/files/page.py")
     assert (answer.status_code, answer.json()["error"]) == (404, "the page has no file 'page.py'")
-    assert http.get("/ui/..%2fpage.py").status_code == 404
+    assert http.get("/ui/files/..%2fpage.py").status_code == 404
 
 
 def test_nothing_comes_from_elsewhere_and_nothing_is_inline() -> None:

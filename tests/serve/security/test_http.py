@@ -228,7 +228,7 @@ def test_every_path_has_a_role_of_its_own(server: RunningServer) -> None:
         "/v2/repository/models/{model}/load",
         "/v2/repository/models/{model}/unload",
     }
-    assert roles["open"] == {"/", "/docs", "/ui/{file}", "/v2/health/live", "/v2/health/ready"}
+    assert roles["open"] == {"/", "/docs", "/ui/files/{file}", "/v2/health/live", "/v2/health/ready"}
     assert roles[Role.METRICS] == {"/metrics"}
     assert all("sharedmemory" in path for path in roles[Role.SHARED_MEMORY])
 
