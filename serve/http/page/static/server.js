@@ -1,37 +1,51 @@
 // The server as a whole, from its metrics: members, processor, memory, connections, and what was refused.
-import { badge, count, h, number, show } from "./dom.js";
+import { badge, count, h, number } from "./dom.js";
 import { ask } from "./requests.js";
 
 const INTERVAL_MS = 5000;
+const SECOND_LOOK_MS = 2000; // a processor's share is that of the time between two looks
+const SHARE = 50; // the metrics of many models take long: they are asked for in at most a fiftieth of the time
 const LINE = /^(\w+)(?:\{(.*)\})? (\S+)$/;
 
 export class ServerCard {
   constructor(element) {
-    Object.assign(this, { element, asked: -Infinity, before: null });
+    this.element = element;
+    this.reset();
   }
 
   async update() {
-    if (document.hidden || performance.now() - this.asked < INTERVAL_MS) return;
-    this.asked = performance.now();
-    const response = await ask("/metrics").catch(() => null);
-    if (!response) return;
+    const started = performance.now();
+    if (document.hidden || started < this.next) return;
+    this.next = Infinity; // one at a time
+    const round = this.round;
+    let response;
+    let text;
+    try {
+      response = await ask("/metrics");
+      text = await response.text();
+    } catch {
+      this.next = started + INTERVAL_MS;
+      return;
+    }
+    if (round !== this.round) return;
     this.element.hidden = false;
     const title = h("h2", { id: "server-title" }, "The whole server");
     if (!response.ok) {
-      show(this.element, `refused ${response.status}`, () => [title, h("p", { class: "empty" }, refusal(response.status))]);
+      // Not asked again: each refusal counts in the server's metrics.
+      this.element.replaceChildren(title, h("p", { class: "empty" }, refusal(response.status)));
       return;
     }
-    const now = { at: performance.now() / 1000, figures: read(await response.text()) };
-    delete this.element.dataset.key;
+    const now = { at: started / 1000, figures: read(text) };
     this.element.replaceChildren(title, h("dl", { class: "server" }, lines(now, this.before)));
-    if (!this.before) this.asked += 2000 - INTERVAL_MS; // the processor's share needs a second look
+    this.next = started + (this.before ? Math.max(INTERVAL_MS, SHARE * (performance.now() - started)) : SECOND_LOOK_MS);
     this.before = now;
   }
 
   // Forget what another token saw.
   reset() {
-    this.asked = -Infinity;
+    this.next = -Infinity;
     this.before = null;
+    this.round = {};
     this.element.hidden = true;
   }
 }
