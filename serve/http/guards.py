@@ -49,7 +49,8 @@ GRANT = "halfserve.grant"  # the key of the gate's AccessGrant in a request's sc
 SERVED = "halfserve.served_path"  # the key of the route guard's ServedPath, or None, in a request's scope
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters, and separators of lines and paragraphs
 # For Basic, browsers ask their user for a name and a password; the password is the token. Each has a line of its own, as
-# Chromium reads only the first scheme of a line.
+# Chromium reads only the first scheme of a line. The page asks its user itself: a request with FROM_SCRIPT gets no Basic.
+FROM_SCRIPT = b"x-requested-with"
 CHALLENGES = ('Bearer realm="halfserve"', 'Basic realm="halfserve", charset="UTF-8"')
 
 
@@ -197,7 +198,8 @@ class TokenGuard:
             status, text, headers = http_status(error)
             headers["connection"] = "close"  # the body is not read
             response = error_response(status, text, headers, scope=scope)
-            for challenge in CHALLENGES if isinstance(error, UnauthenticatedError) else ():
+            asked = CHALLENGES[: 1 if any(name == FROM_SCRIPT for name, _ in scope["headers"]) else None]
+            for challenge in asked if isinstance(error, UnauthenticatedError) else ():
                 response.headers.append("www-authenticate", challenge)
             await response(scope, receive, send)
             return

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.model_statistics import EDGES_NS, Histogram
+from halfserve.serve.engine.model_statistics import BUCKETS, EDGES_NS, Histogram
 
 INTERVAL_S = 1.0
 SAMPLES = 300
-NO_REQUESTS = Histogram((0,) * (len(EDGES_NS) + 1), 0)
+SLICE = 30  # samples between two counts of the latencies that are kept
+SLICES = SAMPLES // SLICE + 1  # so that the window has all samples, and the latencies of at most SLICE more
+NO_REQUESTS = Histogram((0,) * BUCKETS, 0)
 
 
 class ModelSample(NamedTuple):
@@ -54,12 +56,16 @@ class _Series:
     def __init__(self, totals: _Totals) -> None:
         self._totals = totals
         self._numbers = array("d", bytes(8 * WIDTH * SAMPLES))
+        self._counts = array("Q", bytes(8 * BUCKETS * SLICES))
         self._added = 0
 
     def look(self, model: Model, seconds: float) -> None:
         """Add the sample of the last `seconds` in place of the oldest."""
         before, now = self._totals, _totals(model, self._totals.times)
         self._totals = now
+        if self._added % SLICE == 0:
+            slot = self._added // SLICE % SLICES * BUCKETS
+            self._counts[slot : slot + BUCKETS] = array("Q", before.times.counts)
         counts = [n - b for n, b in zip(now.times.counts, before.times.counts, strict=True)]
         batches = now.batches - before.batches
         sample = ModelSample(
@@ -75,6 +81,11 @@ class _Series:
         start = self._added % SAMPLES * WIDTH
         self._numbers[start : start + WIDTH] = array("d", (math.nan if value is None else value for value in sample))
         self._added += 1
+
+    def latencies(self) -> list[int]:
+        """Return the number of requests of the window by latency, per bucket of `EDGES_NS` and one beyond."""
+        first = max(0, (self._added - 1) // SLICE - SLICES + 1) % SLICES * BUCKETS
+        return [n - b for n, b in zip(self._totals.times.counts, self._counts[first : first + BUCKETS], strict=True)]
 
     def since(self, since_s: float) -> list[ModelSample]:
         """Return the samples that end after a time, oldest first."""
@@ -110,6 +121,11 @@ class ModelHistory:
         """Return the samples of a model that end after a time, oldest first."""
         series = self._series.get(model)
         return [] if series is None else series.since(since_s)
+
+    def latencies(self, model: Model) -> list[int]:
+        """Return the number of a model's requests in the last minutes by latency, per bucket of `EDGES_NS` and one beyond."""
+        series = self._series.get(model)
+        return [0] * BUCKETS if series is None else series.latencies()
 
     def look(self) -> None:
         """Add a sample of the time since the previous one."""

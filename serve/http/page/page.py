@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from halfserve.serve.engine.errors import InvalidArgumentError, NotFoundError
 from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.http.guards import GRANT
 from halfserve.serve.http.page.certificates import Certificates
+from halfserve.serve.http.page.examples import examples_of
 from halfserve.serve.http.page.model_history import ModelHistory
 from halfserve.serve.http.page.page_files import STATIC_FILES, page_file
 from halfserve.serve.http.page.page_state import PageState
-from halfserve.serve.http.responses import json_response, json_text_response
+from halfserve.serve.http.responses import dump_json, json_response, json_text_response
 from halfserve.serve.http.routing.route_table import serves
-from halfserve.serve.protocol.rpc import DESCRIPTION, STATISTICS
+from halfserve.serve.protocol.rpc import STATISTICS, Access
+from halfserve.serve.security.gate import AccessGrant
+
+OPEN = Access(None, None)  # the files are the same on every server, and ask for the token
 
 
 class Page:
@@ -35,11 +42,15 @@ class Page:
     def stop(self) -> None:
         self._history.stop()
 
-    @serves("GET", "/", DESCRIPTION)
+    @serves("GET", "/", OPEN)
     async def index(self, request: Request) -> Response:
         return page_file("index.html", request)
 
-    @serves("GET", "/ui/{file}", STATISTICS)
+    @serves("GET", "/docs", OPEN)
+    async def docs(self, request: Request) -> Response:
+        return page_file("docs.html", request)
+
+    @serves("GET", "/ui/files/{file}", OPEN)
     async def file(self, request: Request) -> Response:
         name = request.path_params["file"]
         if name not in STATIC_FILES:
@@ -54,7 +65,13 @@ class Page:
             since_s = float(since)
         except ValueError:
             raise InvalidArgumentError(f"since is {since[:40]!r}, expected seconds since the epoch") from None
-        return json_text_response(await self._state.read(since_s))
+        grant: AccessGrant | None = request.scope.get(GRANT)
+        return json_text_response(await self._state.read(since_s, "" if grant is None else grant.holder))
+
+    @serves("GET", "/ui/examples/{model}/{version}", STATISTICS)
+    async def examples(self, request: Request) -> Response:
+        model = self._core.model(request.path_params["model"], request.path_params["version"])
+        return json_text_response(await asyncio.to_thread(lambda: dump_json(examples_of(model))))
 
     @serves("GET", "/ui/certificates/{model}/{version}", STATISTICS)
     async def certificate(self, request: Request) -> Response:

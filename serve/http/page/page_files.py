@@ -10,9 +10,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 SCRIPT = "text/javascript; charset=utf-8"
-SCRIPTS = ("main", "dom", "charts", "models", "certificate", "tensors", "try")
+SCRIPTS = (
+    "main",
+    "dom",
+    "requests",
+    "copying",
+    "charts",
+    "models",
+    "certificate",
+    "server",
+    "sign_in",
+    "tensors",
+    "try",
+    "answers",
+    "docs",
+    "schema_text",
+    "theme",
+)
 STATIC_FILES = {
     "index.html": "text/html; charset=utf-8",
+    "docs.html": "text/html; charset=utf-8",
     "style.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
     **{f"{name}.js": SCRIPT for name in SCRIPTS},

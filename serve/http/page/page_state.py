@@ -9,10 +9,12 @@ from typing import Any
 
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionStatus
+from halfserve.serve.engine.model_statistics import EDGES_NS
 from halfserve.serve.engine.tensors import TensorSpec
 from halfserve.serve.http.page.certificates import Certificates, summary
 from halfserve.serve.http.page.model_history import INTERVAL_S, SAMPLES, ModelHistory, ModelSample
 from halfserve.serve.http.responses import dump_list, dump_up_to
+from halfserve.serve.http.tasks.picture_routes import IMAGE_CLASSIFICATION
 from halfserve.serve.http.tasks.tokenized_models import task_of
 
 EVENTS = 50
@@ -25,8 +27,13 @@ class PageState:
         self._certificates = certificates
         self._started = time.monotonic()
 
-    async def read(self, since_s: float) -> str:
-        """Return the state now, with the samples that end after `since_s`, in seconds since the epoch."""
+    async def read(self, since_s: float, holder: str = "") -> str:
+        """Return the state now, as JSON.
+
+        Args:
+            since_s: time before which samples are left out, in seconds since the epoch.
+            holder: name of the token's holder; "" without a token.
+        """
         now_s, models = time.time(), self._core.models()
         certificates = {model: await self._certificates.of(model) for model in models}
         served = {(model.name, str(model.version)): model for model in self._core.models()}
@@ -42,6 +49,7 @@ class PageState:
                     content["steps"] = []
                 content["certificate"] = None if certificate is None else summary(certificate)
                 # All models end at the same time: later samples are for the next call.
+                content["latencies"] = self._history.latencies(model)
                 content["samples"] = [s for s in self._history.of(model, since_s) if s.time_s <= now_s]
             return content
 
@@ -53,6 +61,8 @@ class PageState:
             "interval_s": INTERVAL_S,
             "kept_samples": SAMPLES,
             "series": ModelSample._fields,
+            "latency_edges_ms": [edge / 1e6 for edge in EDGES_NS],
+            "holder": holder,
             "events": guard_events(models),
         }
         return f"{dump_up_to(content, 'models')}{entries}}}"
@@ -74,6 +84,7 @@ def _model(model: Model) -> dict[str, Any]:
         "inputs": [_tensor(spec) for spec in model.interface.inputs],
         "outputs": [{**_tensor(spec), "labelled": bool(model.labels_of(spec.name))} for spec in model.interface.outputs],
         "task": task_of(model),
+        "classifies_pictures": bool(model.pictures) and task_of(model) == IMAGE_CLASSIFICATION,
         "requests": s.success.count,
         "failed": s.fail.count,
         "failures": dict(s.failures),

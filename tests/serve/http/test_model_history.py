@@ -60,6 +60,7 @@ def test_samples_are_of_the_time_between_two_looks() -> None:
         assert 1 <= busy.median_ms <= 2 <= busy.p99_ms <= 5
         assert (after.requests, after.failures, after.p99_ms) == (0, 0, None)
         assert history.of(model, busy.time_s) == [after]
+        assert history.latencies(model) == counts_of([2_000_000, 3_000_000])
 
 
 def test_only_the_latest_are_kept_and_only_of_what_is_served() -> None:
@@ -71,9 +72,17 @@ def test_only_the_latest_are_kept_and_only_of_what_is_served() -> None:
             for _ in range(SAMPLES + 5):
                 history.look()
 
+        server.call(history.look)
+        times = BatchTimes(started=0, assembled=0, computed=1, split=1_000_000)
+        server.call(lambda: model.statistics.batch_done(times, [0], 1))
+        server.call(history.look)
+        assert sum(history.latencies(model)) == 1
         server.call(look_often)
-        times = [sample.time_s for sample in history.of(model, 0)]
-        assert len(times) == SAMPLES
-        assert times == sorted(times)
-        assert len(history.of(model, times[-3])) <= 2
+        assert sum(history.latencies(model)) == 1  # it may be somewhat older than the samples
+        server.call(look_often)
+        assert sum(history.latencies(model)) == 0
+        ends = [sample.time_s for sample in history.of(model, 0)]
+        assert len(ends) == SAMPLES
+        assert ends == sorted(ends)
+        assert len(history.of(model, ends[-3])) <= 2
         assert history.of(held_model(HeldBackend()), 0) == []

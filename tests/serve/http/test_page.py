@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import httpx
 import numpy as np
 import pytest
 
-from halfserve.protos.certificates import MAX_CERTIFICATE_BYTES
+from halfserve.protos.certificates import MAX_CERTIFICATE_BYTES, RECORDED_INPUT, RECORDED_OUTPUT, SAMPLES
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import VersionState
 from halfserve.serve.http.page.certificates import MAX_BYTES, Certificates, certificate_of, summary
@@ -29,6 +30,7 @@ from tests.serve.running_server import running_server
 
 STATIC = resources.files("halfserve.serve.http.page").joinpath("static")
 MODELS = 20
+DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 SETTINGS = {"precision_guard": "fallback", "shadow_rate": "1", "fp32_twin": "fp32/model.onnx"}
 CERTIFICATE = {
     "schema": "halfserve.certificate",
@@ -41,7 +43,7 @@ CERTIFICATE = {
 
 @pytest.mark.parametrize("name", sorted(STATIC_FILES))
 def test_every_file_is_served_as_what_it_is(http: httpx.Client, name: str) -> None:
-    answer = http.get("/" if name == "index.html" else f"/ui/{name}")
+    answer = http.get({"index.html": "/", "docs.html": "/docs"}.get(name, f"/ui/files/{name}"))
     assert answer.status_code == 200
     assert answer.headers["content-type"] == STATIC_FILES[name]
     assert answer.headers["content-security-policy"] == POLICY
@@ -54,9 +56,9 @@ def test_every_file_is_served_as_what_it_is(http: httpx.Client, name: str) -> No
 
 def test_no_other_file_is_served(http: httpx.Client) -> None:
     assert {entry.name for entry in STATIC.iterdir()} == set(STATIC_FILES)
-    answer = http.get("/ui/page.py")
+    answer = http.get("/ui/files/page.py")
     assert (answer.status_code, answer.json()["error"]) == (404, "the page has no file 'page.py'")
-    assert http.get("/ui/..%2fpage.py").status_code == 404
+    assert http.get("/ui/files/..%2fpage.py").status_code == 404
 
 
 def test_nothing_comes_from_elsewhere_and_nothing_is_inline() -> None:
@@ -65,8 +67,8 @@ def test_nothing_comes_from_elsewhere_and_nothing_is_inline() -> None:
         assert not re.search(r"""(src|href|url\(|from|fetch\()\s*=?\s*["'`(]*(https?:)?//""", text), name
         assert "innerHTML" not in text
         assert "eval(" not in text
-    page = STATIC.joinpath("index.html").read_text(encoding="utf-8")
-    assert not re.search(r"\son\w+=|\sstyle=|<style|<script(?![^>]*src)", page)
+        if name.endswith(".html"):
+            assert not re.search(r"\son\w+=|\sstyle=|<style|<script(?![^>]*src)", text)
 
 
 def test_the_state_names_models_and_what_they_take(http: httpx.Client) -> None:
@@ -100,6 +102,23 @@ def test_a_model_without_a_certificate_says_so(http: httpx.Client) -> None:
     assert answer.status_code == 404
     assert answer.json()["error"] == ("version 1 of 'mlp' has no certificate; `halfserve export` writes one beside the model")
     assert http.get("/ui/certificates/nobody/1").status_code == 404
+
+
+def test_the_recorded_sample_and_labels_are_examples(http: httpx.Client, tmp_path: Path) -> None:
+    assert http.get("/ui/examples/mlp/3").json() == {"sample": None, "labels": {"y": DIGITS}, "scores": "softmax"}
+    path = save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
+    x, y = np.ones((3, 64), np.float32), np.array([[0.1] * 9 + [np.nan]] * 3, np.float32)
+    np.savez(path.with_name(SAMPLES), allow_pickle=False, **{f"{RECORDED_INPUT}x": x, f"{RECORDED_OUTPUT}y": y})
+    files = {SAMPLES: hashlib.sha256(path.with_name(SAMPLES).read_bytes()).hexdigest()}
+    path.with_name("certificate.json").write_text(json.dumps(CERTIFICATE | {"files": files}))
+    for load, is_shown in ((lambda: vouched(load_repository(tmp_path)), True), (lambda: load_repository(tmp_path), False)):
+        with running_server(load) as server, running_http(server) as rest:
+            sample = httpx.get(f"http://127.0.0.1:{rest.port}/ui/examples/mlp/1", timeout=60).json()["sample"]
+        if is_shown:
+            assert sample["inputs"] == [{"name": "x", "datatype": "FP16", "shape": [1, 64], "data": [1.0] * 64}]
+            assert sample["outputs"][0]["data"][8:] == [pytest.approx(0.1), "NaN"]
+        else:
+            assert sample is None
 
 
 def test_a_certificate_that_the_load_did_not_accept_is_not_shown(tmp_path: Path) -> None:

@@ -119,7 +119,11 @@ def test_tokens_are_asked_for_but_not_by_health(server: RunningServer, tmp_path:
     with guarded_http(server, SecurityOptions(token_file=tmp_path / "tokens")) as (http, rest):
         assert http.get("/v2/health/live").status_code == 200
         assert http.get("/v2/health/ready").status_code == 200
-        for path in ("/", "/v2", "/v2/models/held", "/metrics", "/openapi.json", "/ui/state", "/no/such/path"):
+        assert http.get("/").headers["content-type"].startswith("text/html")  # the page, which asks for the token itself
+        assert http.get("/ui/state", headers={"x-requested-with": "page"}).headers.get_list("www-authenticate") == [
+            'Bearer realm="halfserve"'
+        ]
+        for path in ("/v2", "/v2/models/held", "/metrics", "/openapi.json", "/ui/state", "/no/such/path"):
             refused = http.get(path)
             assert status(refused) == (
                 401,
@@ -147,8 +151,8 @@ def test_tokens_are_asked_for_but_not_by_health(server: RunningServer, tmp_path:
 def test_a_browsers_password_is_a_token_too(server: RunningServer, tmp_path: Path) -> None:
     tokens = tokens_in(tmp_path / "tokens", alice=Role.INFER)
     with guarded_http(server, SecurityOptions(token_file=tmp_path / "tokens")) as (http, _):
-        assert http.get("/", auth=("anybody", tokens["alice"])).status_code == 200
-        assert http.get("/", auth=("alice", "x")).status_code == 401
+        assert http.get("/ui/state", auth=("anybody", tokens["alice"])).json()["holder"] == "alice"
+        assert http.get("/ui/state", auth=("alice", "x")).status_code == 401
 
 
 def test_a_revoked_token_is_refused_on_a_connection_that_it_has_used(server: RunningServer, tmp_path: Path) -> None:
@@ -224,7 +228,7 @@ def test_every_path_has_a_role_of_its_own(server: RunningServer) -> None:
         "/v2/repository/models/{model}/load",
         "/v2/repository/models/{model}/unload",
     }
-    assert roles["open"] == {"/v2/health/live", "/v2/health/ready"}
+    assert roles["open"] == {"/", "/docs", "/ui/files/{file}", "/v2/health/live", "/v2/health/ready"}
     assert roles[Role.METRICS] == {"/metrics"}
     assert all("sharedmemory" in path for path in roles[Role.SHARED_MEMORY])
 

@@ -67,7 +67,13 @@ def test_each_method_and_path_of_the_protocol_is_in_one_api() -> None:
         f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo" for version in ("v1", "v1alpha")
     }
     assert {rpc.access.api for rpc in rpcs} | {INFERENCE.api} == {*Api, None}
-    assert {route.path for route in rest.routes if route.access.api is None} == {"/", "/metrics", "/openapi.json"}
+    assert {route.path for route in rest.routes if route.access.api is None} == {
+        "/",
+        "/docs",
+        "/ui/files/{file}",
+        "/metrics",
+        "/openapi.json",
+    }
     assert {route.access.api for route in rest.routes} == {*Api, None}
 
 

@@ -1,6 +1,8 @@
 // The precision certificate of a model: the verdict, its figures, and how far off the outputs were.
 import { columns } from "./charts.js";
-import { ask, badge, h, number, show } from "./dom.js";
+import { copyable } from "./copying.js";
+import { badge, h, number, show } from "./dom.js";
+import { ask } from "./requests.js";
 
 const NAMES = { rounded: "as a GPU rounds", runtime: "as the CPU computes", cuda: "on CUDA" };
 
@@ -24,7 +26,7 @@ export class CertificateCard {
       const response = await ask(path);
       const content = await response.json();
       if (this.element.dataset.key !== key) return;
-      const parts = response.ok ? card(content, path) : [h("p", { class: "error" }, content.error)];
+      const parts = response.ok ? card(content) : [h("p", { class: "error" }, content.error)];
       this.element.replaceChildren(title, ...parts);
     } catch {
       delete this.element.dataset.key;
@@ -32,7 +34,7 @@ export class CertificateCard {
   }
 }
 
-function card(certificate, path) {
+function card(certificate) {
   const conversion = certificate.conversion ?? {};
   const nodes = conversion.float_nodes ? badge(`${conversion.fp16_nodes} of ${conversion.float_nodes} nodes in fp16`) : null;
   const verdict = certificate.passed ? badge("within budget", "good") : badge("over budget", "bad");
@@ -43,7 +45,7 @@ function card(certificate, path) {
     certificate.accuracy ? accuracy(certificate.accuracy) : null,
     table(outputs),
     plotted ? histogram(plotted, certificate.budget) : null,
-    h("p", {}, h("a", { href: path }, "All of it, as JSON")),
+    h("details", {}, h("summary", {}, "All of it, as JSON"), copyable(JSON.stringify(certificate, null, 2), "the certificate")),
   ].filter(Boolean);
 }
 

@@ -9,6 +9,8 @@ const RIGHT = 6;
 const NARROWEST = 240;
 const COLUMNS_WIDTH = 460;
 const CARD_EDGES = 70; // pixels of a window that a card does not have for a chart
+const LABEL = 52; // pixels of a column's name
+const NOTHING = "no requests in this time";
 const SHORTEST = 60; // seconds that a plot shows at least
 const TICKS = [10, 30, 60, 120]; // seconds between two marks of the time
 
@@ -66,7 +68,7 @@ export class LinePlot {
       svg.append(s("text", { x: x(now - ago), y: HEIGHT - 4, "text-anchor": anchor }, agoText(ago)));
     }
     if (!seen.some((sample) => this.lines.some((line) => sample[line.index]))) {
-      svg.append(s("text", { class: "none", x: (width + LEFT) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "no requests in this time"));
+      svg.append(s("text", { class: "none", x: (width + LEFT) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, NOTHING));
     }
     for (const line of this.lines) this.#line(svg, seen, line, x, top);
     const point = this.#cursor(svg, width, seen, x);
@@ -81,10 +83,12 @@ export class LinePlot {
         const [from, to] = [x(piece[0][0]), x(piece.at(-1)[0])].map((at) => at.toFixed(1));
         svg.append(s("path", { class: "area", d: `M${from},${y(0, top)}L${points.join("L")}L${to},${y(0, top)}Z` }));
       }
-      // A single point becomes a dot: a line of no length, with round ends.
-      const d = points.length > 1 ? `M${points.join("L")}` : `M${points[0]}h0.01`;
-      svg.append(s("path", { class: line.className, d }));
+      if (points.length > 1) svg.append(s("path", { class: line.className, d: `M${points.join("L")}` }));
     }
+    // A value with nothing beside it becomes a dot: a line of no length, with round ends.
+    const isAlone = (index) => samples[index][line.index] && !samples[index - 1]?.[line.index] && !samples[index + 1]?.[line.index];
+    const dots = samples.filter((_, index) => isAlone(index)).map((sample) => `M${x(sample[0]).toFixed(1)},${y(sample[line.index], top).toFixed(1)}h0.01`);
+    if (dots.length) svg.append(s("path", { class: `spot ${line.className ?? ""}`, d: dots.join("") }));
   }
 
   #cursor(svg, width, samples, x) {
@@ -142,12 +146,12 @@ function pieces(samples, index, interval) {
 }
 
 // Columns: entries of [label, value]; `over` colours those beyond a limit.
-export function columns(entries, format, label, { over = () => false, limit = null } = {}) {
+export function columns(entries, format, label, { over = () => false, limit = null, width: wanted = COLUMNS_WIDTH } = {}) {
   const top = niceTop(Math.max(...entries.map(([, value]) => value), 0));
-  const wide = Math.max(Math.min(COLUMNS_WIDTH, innerWidth - CARD_EDGES), NARROWEST); // text keeps its size on a phone
+  const wide = Math.max(Math.min(wanted, innerWidth - CARD_EDGES), NARROWEST); // text keeps its size on a phone
   const svg = frame(wide, top, format, label);
   const step = (wide - LEFT - RIGHT) / Math.max(entries.length, 1);
-  const every = Math.ceil(entries.length / (wide / 50));
+  const every = Math.ceil((entries.length * LABEL) / (wide - LEFT));
   entries.forEach(([name, value], index) => {
     const at = LEFT + index * step;
     const width = Math.min(step - 2, 40);
@@ -156,6 +160,9 @@ export function columns(entries, format, label, { over = () => false, limit = nu
     svg.append(s("rect", column, s("title", {}, `${name}: ${format(value)}`)));
     if (index % every === 0) svg.append(s("text", { x: at + step / 2, y: HEIGHT - 4, "text-anchor": "middle" }, name));
   });
+  if (!entries.some(([, value]) => value)) {
+    svg.append(s("text", { class: "none", x: (wide + LEFT) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, NOTHING));
+  }
   if (limit !== null) {
     const at = LEFT + limit * step;
     svg.append(s("line", { class: "limit", x1: at, x2: at, y1: TOP, y2: HEIGHT - BOTTOM }));

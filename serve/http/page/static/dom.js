@@ -18,14 +18,9 @@ function fill(element, attributes, children) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else element.setAttribute(name, value === true ? "" : String(value));
   }
-  for (const child of children.flat()) {
+  for (const child of children.flat(Infinity)) {
     if (child !== null && child !== undefined) element.append(child);
   }
-}
-
-// The server's answer. A page whose own address has a name and a password may not fetch a relative path.
-export function ask(path, options = {}) {
-  return fetch(location.origin + path, options);
 }
 
 // Replace an element's content, unless it is what it was: what is being read or clicked stays.
@@ -39,6 +34,11 @@ export function show(element, key, make) {
 export function parts(element, key, names) {
   show(element, key, () => names.map((name) => h("div", { "data-part": name })));
   return Object.fromEntries([...element.children].map((part) => [part.dataset.part, part]));
+}
+
+// A text whose parts between backticks are code.
+export function prose(text) {
+  return text.split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part));
 }
 
 export function badge(text, kind = "") {

@@ -1,28 +1,70 @@
 // Asks the server once a second what it does, and shows it.
 import { CertificateCard } from "./certificate.js";
-import { ask, h } from "./dom.js";
+import { h } from "./dom.js";
 import { Plots, cards, facts, figures, guard, heading, idOf, uptime } from "./models.js";
+import { ask, token } from "./requests.js";
+import { ServerCard } from "./server.js";
+import { SignIn } from "./sign_in.js";
+import "./theme.js";
 import { Try } from "./try.js";
 
 const at = (id) => document.getElementById(id);
 const samples = new Map(); // by a model's id: all that are kept, oldest first
 const tryCard = new Try(at("try"));
 const certificateCard = new CertificateCard(at("certificate"));
+const serverCard = new ServerCard(at("server"));
+const signIn = new SignIn(at("sign-in"), at("holder"), restart);
 let state = null;
 let latest = 0;
 let selected = fromHash();
 let plots = null;
 
+let next = null;
+let round = 0; // of looks; a new one begins when somebody signs in or out
+
 async function poll() {
+  const own = round;
   try {
     const response = await ask(`/ui/state?since=${latest}`, { signal: AbortSignal.timeout(5000) });
-    if (!response.ok) throw new Error(String(response.status));
-    take(await response.json());
+    const content = await response.json();
+    if (own !== round) return;
+    if (response.status === 401 || response.status === 403) {
+      refused(response.status === 401 && !token() ? "" : content.error);
+      return;
+    }
+    if (!response.ok) throw new Error(content.error);
+    take(content);
+    signIn.done(content.holder);
     draw();
+    serverCard.update();
   } catch {
+    if (own !== round) return;
     status("lost", "no answer from the server; trying again");
   }
-  setTimeout(poll, document.hidden ? 5000 : (state?.interval_s ?? 1) * 1000);
+  next = setTimeout(poll, document.hidden ? 5000 : (state?.interval_s ?? 1) * 1000);
+}
+
+function refused(error) {
+  status("unknown", "asks for a token");
+  forget();
+  signIn.ask(error);
+}
+
+function forget() {
+  state = null;
+  latest = 0;
+  samples.clear();
+  serverCard.reset();
+  at("detail").hidden = true;
+  for (const id of ["models", "uptime"]) at(id).replaceChildren();
+  for (const id of ["models", "try", "certificate"]) delete at(id).dataset.key;
+}
+
+function restart() {
+  clearTimeout(next);
+  round += 1;
+  forget();
+  poll();
 }
 
 function take(content) {
@@ -81,16 +123,13 @@ function fromHash() {
   }
 }
 
-function theme() {
-  const root = document.documentElement;
-  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  root.dataset.theme = dark ? "light" : "dark";
-  localStorage.setItem("theme", root.dataset.theme);
-}
-
-const remembered = localStorage.getItem("theme");
-if (remembered === "dark" || remembered === "light") document.documentElement.dataset.theme = remembered;
-at("theme").addEventListener("click", theme);
+// A browser follows a link without the token, so that the page shows what it is about.
+at("metrics").addEventListener("click", async (event) => {
+  if (!token()) return;
+  event.preventDefault();
+  const response = await ask("/metrics");
+  location.assign(URL.createObjectURL(new Blob([await response.text()], { type: "text/plain; charset=utf-8" })));
+});
 window.addEventListener("hashchange", () => {
   selected = fromHash();
   if (state) draw();

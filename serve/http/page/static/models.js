@@ -113,18 +113,33 @@ export class Plots {
     this.lines = [
       new LinePlot("Requests answered per second", [{ label: "", index: AT.requests }], number, shape),
       new LinePlot(
-        "Latency in the server",
+        "Latency",
         [{ label: "median", index: AT.median_ms }, { label: "p99", index: AT.p99_ms, className: "second" }],
         ms,
         shape,
       ),
       new LinePlot("Rows in a batch", [{ label: "", index: AT.batch_rows }], number, shape),
     ];
-    element.replaceChildren(...this.lines.map((plot) => plot.element));
+    this.edges = timing.latency_edges_ms;
+    const minutes = Math.round((timing.interval_s * timing.kept_samples) / 60);
+    this.title = `Requests by latency, last ${minutes} min`;
+    this.histogram = h("div");
+    const spread = h("div", { class: "card plot" }, h("div", { class: "head" }, h("h3", {}, this.title)), this.histogram);
+    element.replaceChildren(...this.lines.map((plot) => plot.element), spread);
   }
 
   update(model, now) {
     for (const plot of this.lines) plot.draw(model.samples ?? [], now);
+    const width = this.histogram.clientWidth;
+    show(this.histogram, JSON.stringify([model.latencies ?? [], width]), () => columns(this.#latencies(model.latencies ?? []), number, this.title, { width }));
+  }
+
+  // From the first bucket with a request to the last one.
+  #latencies(counts) {
+    const used = counts.flatMap((times, index) => (times ? [index] : []));
+    const [first, last] = used.length ? [used[0], used.at(-1)] : [9, 12];
+    const edge = (index) => (index < this.edges.length ? `≤${milliseconds(this.edges[index]).join(" ")}` : "more");
+    return Array.from({ length: last - first + 1 }, (_, at) => [edge(first + at), counts[first + at] ?? 0]);
   }
 }
 

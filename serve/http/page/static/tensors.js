@@ -1,6 +1,6 @@
 // Make tensors for a form, and check those that people write.
 
-export const [PICTURE, TEXT, OWN] = ["a picture", "text", "own JSON"];
+export const [SAMPLE, PICTURE, TEXT, OWN] = ["the model's own sample", "a picture", "text", "own JSON"];
 export const FILLS = ["random", "zeros", "ones", OWN];
 const BEST = 5; // classes, of an output whose classes have names
 
@@ -10,10 +10,10 @@ export function elements(shape) {
   return shape.reduce((product, size) => product * size, 1);
 }
 
-// What a form offers for an input: a picture for pixels of three colours, and text for bytes, before all else.
-export function fills({ datatype, shape }) {
-  if (pictureSize(datatype, shape)) return [PICTURE, ...FILLS];
-  return datatype === "BYTES" ? [TEXT, ...FILLS] : FILLS;
+// What a form offers for an input, the best first: the recorded sample, a picture for pixels of three colours, text for bytes.
+export function fills({ datatype, shape }, hasSample = false) {
+  const own = pictureSize(datatype, shape) ? [PICTURE] : datatype === "BYTES" ? [TEXT] : [];
+  return [...(hasSample ? [SAMPLE] : []), ...own, ...FILLS];
 }
 
 // The size of an input that takes one picture of RGB bytes; null for any other input.
@@ -34,6 +34,53 @@ export function middle(picture, size) {
 export function colours(pixels) {
   return Array.from({ length: (pixels.length / 4) * 3 }, (_, index) => pixels[Math.floor(index / 3) * 4 + (index % 3)]);
 }
+
+const SMALLEST = 8; // rows and columns of what is shown as a picture
+const BACKGROUND = 0.2; // share of equal darkest values that makes a picture of a list of numbers
+
+// What a tensor of one picture shows, as {width, height, pixels} with RGBA bytes; null for a tensor that is none.
+export function pictureOf({ datatype, shape, data }) {
+  if (datatype === "BYTES" || datatype === "BOOL" || (/INT/.test(datatype) && datatype !== "UINT8")) return null;
+  const sizes = shape.slice(shape.findIndex((size) => size !== 1));
+  const values = data.map(Number);
+  const [least, most] = values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
+  if (!(most > least) || !Number.isFinite(most - least)) return null;
+  const side = Math.sqrt(values.length);
+  const isSquare = sizes.length === 1 && Number.isInteger(side) && values.filter((value) => value === least).length >= BACKGROUND * values.length;
+  const planes = sizes.length === 3 && sizes[0] === 3; // the three colours one after the other
+  const [height, width] = isSquare ? [side, side] : planes ? sizes.slice(1) : sizes;
+  const isColoured = planes || (sizes.length === 3 && sizes[2] === 3);
+  if (!isSquare && !isColoured && sizes.length !== 2) return null;
+  if (Math.min(height, width) < SMALLEST || Math.max(height, width) > 2 * Math.min(height, width)) return null;
+  const pixels = new Uint8ClampedArray(width * height * 4).fill(255);
+  for (let at = 0; at < width * height; at += 1) {
+    for (let colour = 0; colour < 3; colour += 1) {
+      const from = planes ? colour * width * height + at : isColoured ? at * 3 + colour : at;
+      pixels[at * 4 + colour] = ((values[from] - least) / (most - least)) * 255;
+    }
+  }
+  return { width, height, pixels };
+}
+
+// The scores of classes from the numbers of a row, as the server's own paths give them; numbers that are scores stay as they are.
+export function scores(numbers, how) {
+  if (how === "sigmoid" || numbers.length === 1) return numbers.map((value) => 1 / (1 + Math.exp(-value)));
+  const sum = numbers.reduce((all, value) => all + value, 0);
+  if (Math.abs(sum - 1) < 1e-2 && numbers.every((value) => value >= 0)) return numbers;
+  const most = Math.max(...numbers);
+  const powers = numbers.map((value) => Math.exp(value - most));
+  const whole = powers.reduce((all, value) => all + value, 0);
+  return powers.map((value) => value / whole);
+}
+
+// How far an answer is from the expected one, relative to that one's largest value.
+export function distance(served, expected) {
+  const [far, near] = [served.map(Number), expected.map(Number)];
+  const scale = Math.max(...near.map(Math.abs)) || 1;
+  return Math.max(...near.map((value, index) => Math.abs(far[index] - value))) / scale;
+}
+
+export const best = (numbers) => numbers.reduce((at, value, index) => (value > numbers[at] ? index : at), 0);
 
 // Sizes for a shape with open ones: the batch is 1, others are asked for.
 export function proposed(shape) {
@@ -72,7 +119,8 @@ export function written(text, name) {
   return text.trim();
 }
 
-// The body for inputs whose data is JSON already. Of outputs whose classes have names it asks for the best ones.
+// The body for inputs whose data is JSON already. Of outputs whose classes have names that the page does not know, it asks for the
+// best ones.
 export function request(inputs, outputs = []) {
   const entries = inputs.map(({ data, ...head }) => `${JSON.stringify(head).slice(0, -1)},"data":${data}}`);
   const wanted = outputs.map(({ name, labelled }) => (labelled ? { name, parameters: { classification: BEST } } : { name }));
@@ -90,6 +138,8 @@ export function classOf(text) {
 export function textRequest({ name, task }, text, query) {
   const model = `?model=${encodeURIComponent(name)}`;
   if (task === "embeddings" || task === "text-embeddings") return { path: "/v1/embeddings", content: { model: name, input: text } };
+  if (task === "sparse-embeddings") return { path: `/embed_sparse${model}`, content: { inputs: text } };
+  if (task === "feature-extraction") return { path: `/embed_all${model}`, content: { inputs: text } };
   if (task === "text-classification") return { path: `/predict${model}`, content: { inputs: text } };
   if (task === "rerank") return { path: `/rerank${model}`, content: { query, texts: text.split("\n").filter(Boolean), return_text: true } };
   return null;
@@ -98,7 +148,7 @@ export function textRequest({ name, task }, text, query) {
 // The answer of such a path as lines of a score and a name; none for embeddings.
 export function textLines(answer) {
   if (!Array.isArray(answer)) return [];
-  return answer.slice(0, BEST).map(({ score, label, text }) => ({ score, name: label ?? text }));
+  return answer.filter((one) => one?.score !== undefined).slice(0, BEST).map(({ score, label, text }) => ({ score, name: label ?? text }));
 }
 
 // An answer; whole numbers that are none for JavaScript stay exact, in a browser that says how a number was written.
