@@ -1,40 +1,46 @@
-# Each image is a virtual environment: first the packages, as constraints.txt pins them, then the project's wheel. An edit of the
-# sources builds the last layer alone. It needs BuildKit, which docker has by default.
+# Each image is a virtual environment: first the packages, as hashes.txt pins them, then the project's wheel. An edit of the
+# sources builds the last layer alone. Whatever is installed must have a hash in hashes.txt (`make locks`), extras included, and
+# nothing but the project's wheel is built. It needs BuildKit, which docker has by default.
 #   docker build --target serve      -t halfserve:serve .         serves models on the CPU, with OpenVINO; no torch and no CUDA
 #   docker build --target serve-cuda -t halfserve:serve-cuda .    the same with ONNX Runtime for GPUs and the CUDA libraries
 #   docker build --target export     -t halfserve:export .        trains and exports
 # --build-arg EXTRAS="text trace" adds extras of pyproject.toml.
 ARG PYTHON=3.12.13
 
-# The same Python as below, with a C compiler: the server's hot path is compiled here, and no compiler is in the images.
+FROM python:${PYTHON}-slim-trixie AS base
+ENV PYTHONUNBUFFERED=1 PATH=/opt/halfserve/.venv/bin:$PATH XDG_CACHE_HOME=/tmp/cache
+WORKDIR /opt/halfserve
+RUN useradd --no-log-init --no-create-home --uid 10001 halfserve
+COPY pyproject.toml hashes.txt ./
+
+# What builds, installs and lists packages; mounted below, so that it is not in the images.
+FROM base AS tools
+RUN python -m venv /opt/tools && echo onnxruntime-gpu > /opt/tools/without-gpu.txt \
+  && sed -n '/^uv==/,/[^\\]$/p' hashes.txt > /opt/tools/uv.txt \
+  && /opt/tools/bin/pip install --quiet --no-cache-dir --disable-pip-version-check --require-hashes -r /opt/tools/uv.txt \
+  && VIRTUAL_ENV=/opt/tools /opt/tools/bin/uv pip install --quiet --no-cache --require-hashes --constraint hashes.txt \
+  "$(grep -o '^cyclonedx-bom==[^ ]*' hashes.txt)"
+
+# The same Python, with a C compiler: the server's hot path is compiled here, and no compiler is in the images.
 FROM python:${PYTHON}-trixie AS wheel
 WORKDIR /src
-COPY pyproject.toml setup.py README.md LICENSE ./
+COPY pyproject.toml hashes.txt setup.py README.md LICENSE ./
 COPY halfserve halfserve
 COPY protos protos
 COPY serve serve
 COPY amp_core amp_core
 COPY export export
 COPY examples examples
-RUN python -m pip wheel --quiet --no-cache-dir --disable-pip-version-check --no-deps --wheel-dir /wheels .
-
-FROM python:${PYTHON}-slim-trixie AS base
-ENV PYTHONUNBUFFERED=1 PATH=/opt/halfserve/.venv/bin:$PATH XDG_CACHE_HOME=/tmp/cache
-WORKDIR /opt/halfserve
-RUN useradd --no-log-init --no-create-home --uid 10001 halfserve
-COPY pyproject.toml constraints.txt ./
-
-# What installs and lists packages; mounted below, so that it is not in the images.
-FROM base AS tools
-RUN python -m venv /opt/tools && echo onnxruntime-gpu > /opt/tools/without-gpu.txt \
-  && /opt/tools/bin/pip install --quiet --no-cache-dir --disable-pip-version-check uv==0.13.9 cyclonedx-bom==7.5.0
+RUN --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools \
+  /opt/tools/bin/uv build --quiet --no-cache --wheel --require-hashes --build-constraint hashes.txt --out-dir /wheels
 
 FROM base AS export
 ARG EXTRAS=""
 RUN --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools \
   for extra in train export ${EXTRAS}; do set -- "$@" --extra "$extra"; done \
   && /opt/tools/bin/uv venv --quiet \
-  && /opt/tools/bin/uv pip install --quiet --no-cache --compile-bytecode --constraint constraints.txt -r pyproject.toml "$@"
+  && /opt/tools/bin/uv pip install --quiet --no-cache --compile-bytecode --no-build --require-hashes --constraint hashes.txt \
+  -r pyproject.toml "$@"
 RUN --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
   /opt/tools/bin/uv pip install --quiet --no-cache --compile-bytecode --no-deps /wheels/*.whl && halfserve --version \
   && /opt/tools/bin/cyclonedx-py environment --output-reproducible --output-file sbom.json .venv
@@ -56,7 +62,8 @@ ARG EXTRAS=""
 RUN --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools \
   for extra in cuda ${EXTRAS}; do set -- "$@" --extra "$extra"; done \
   && /opt/tools/bin/uv venv --quiet \
-  && /opt/tools/bin/uv pip install --quiet --no-cache --compile-bytecode --constraint constraints.txt -r pyproject.toml "$@"
+  && /opt/tools/bin/uv pip install --quiet --no-cache --compile-bytecode --no-build --require-hashes --constraint hashes.txt \
+  -r pyproject.toml "$@"
 RUN --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
   /opt/tools/bin/uv pip install --quiet --no-cache --compile-bytecode --no-deps /wheels/*.whl && halfserve --version \
   && /opt/tools/bin/cyclonedx-py environment --output-reproducible --output-file sbom.json .venv
@@ -70,8 +77,8 @@ ARG EXTRAS=""
 RUN --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools \
   for extra in openvino ${EXTRAS}; do set -- "$@" --extra "$extra"; done \
   && /opt/tools/bin/uv venv --quiet \
-  && /opt/tools/bin/uv pip install --quiet --no-cache --compile-bytecode --constraint constraints.txt -r pyproject.toml "$@" \
-  --excludes /opt/tools/without-gpu.txt onnxruntime
+  && /opt/tools/bin/uv pip install --quiet --no-cache --compile-bytecode --no-build --require-hashes --constraint hashes.txt \
+  -r pyproject.toml "$@" --excludes /opt/tools/without-gpu.txt "$(grep -o '^onnxruntime==[^ ]*' hashes.txt)"
 RUN --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
   /opt/tools/bin/uv pip install --quiet --no-cache --compile-bytecode --no-deps /wheels/*.whl && halfserve --version \
   && /opt/tools/bin/cyclonedx-py environment --output-reproducible --output-file sbom.json .venv

@@ -1,5 +1,5 @@
 # One-word tasks. Each makes the virtual environment first and installs what it uses, so any of them works on a fresh clone.
-.PHONY: help install dev compile demo test test-long test-all test-plain gpu gpu-bundle docs lint types proto manifests release clean
+.PHONY: help install dev compile demo test test-long test-all test-plain gpu gpu-bundle docs lint types proto manifests locks licences audit release clean
 .DEFAULT_GOAL := help
 
 # The first Python >= 3.11 that can make a virtual environment; `make test PYTHON=/path/to/python3` chooses another.
@@ -25,6 +25,9 @@ help:
 	@echo "make types   mypy, strict; where CI is set, basedpyright too"
 	@echo "make proto   regenerate protos/*_pb2.py and their stubs from the .proto files"
 	@echo "make manifests  render deploy/manifests from the Helm chart, once for each file in deploy/values"
+	@echo "make locks   write hashes.txt, the hashes of what constraints.txt pins, after an edit of it or of pyproject.toml's extras"
+	@echo "make licences  write docs/reference/licences.md, the licences of what hashes.txt names, after make locks"
+	@echo "make audit   look for known vulnerabilities of what constraints.txt pins"
 	@echo "make release build the archives of a release, check them, and try each in an empty environment, in build/release"
 	@echo "make clean   remove the environment and what runs have written"
 
@@ -39,7 +42,7 @@ UV = $(UV_SETTINGS); VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/uv pip install --quie
 
 # What the demo and the README use. The hot path is compiled while packages are downloaded, and needs none of them. It takes two
 # cores most of a minute, so that only targets that start servers compile it: whoever changes export needs no compiled server.
-dev docs lint types proto manifests: export HALFSERVE_COMPILED = 0
+dev docs lint types proto manifests locks licences audit: export HALFSERVE_COMPILED = 0
 $(DEMO): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 with the venv module was found; install one or run: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "make: creating $(VENV) with $(PYTHON)"
@@ -144,6 +147,27 @@ manifests: $(READY)
 		to=deploy/manifests/$$(basename $$values) && \
 		echo "# Written by make manifests from deploy/halfserve and $$values." > $$to && \
 		$(BIN)/helm template halfserve deploy/halfserve --namespace models --values $$values >> $$to || exit 1; done
+
+# Images and releases install nothing whose hash is not in this file. It has every extra of pyproject.toml but the developers', the
+# builder's own packages, and the ONNX Runtime that the smallest image takes. Of a version, it has all files of the package index:
+# neither folders nor further indexes of this machine are read, as their builds of torch are others. httpx2-jsfetch is for browsers alone.
+LOCKED := train export hf text pictures bench sign trace extensions openvino s3 gcs azure hf-hub ray cuda release
+locks: $(DEMO)
+	@$(UV_SETTINGS); unset UV_FIND_LINKS UV_EXTRA_INDEX_URL UV_CONSTRAINT; printf 'onnxruntime\nsetuptools\nmypy\nuv\n' | \
+		$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-emit-index-url \
+		--no-emit-find-links --no-emit-package httpx2-jsfetch --custom-compile-command "make locks" --constraint constraints.txt --output-file hashes.txt \
+		pyproject.toml - $(addprefix --extra ,$(LOCKED))
+
+licences: $(DEMO)
+	@$(UV) pip packaging
+	@$(UV_SETTINGS); $(BIN)/python -m deploy.release.licences
+
+# In CI a database that cannot be reached is no failure, as the change is not its cause; `make audit CI=` fails there, too.
+# IGNORE names vulnerabilities that do not matter here, or that no release repairs.
+audit: $(DEMO)
+	@$(UV) pip-audit
+	@$(BIN)/python -m deploy.release.audit $(addprefix --ignore-vuln ,$(IGNORE)) || \
+		{ status=$$?; test "$(CI)" && test $$status = 3 || exit $$status; }
 
 # It needs uv, helm and torch, as the demo and the tests do. PYTHONS chooses interpreters; without it, those on PATH are taken.
 release: $(READY)

@@ -48,8 +48,14 @@ def test_an_edit_of_the_sources_rebuilds_the_last_layer_alone(image: str) -> Non
     steps = [step for step in instructions(image) if step.startswith(("RUN", "COPY"))]
     assert [step for step in steps if "from=wheel" in step or "wheels" in step] == steps[-1:]
     copied = [step.split()[1:-1] for step in steps if step.startswith("COPY")]
-    assert copied == [["pyproject.toml", "constraints.txt"]]
+    assert copied == [["pyproject.toml", "hashes.txt"]]
     assert "-r pyproject.toml" in steps[-2]
+
+
+def test_images_install_and_build_with_what_has_a_hash_alone() -> None:
+    for base, step in STAGES.values():
+        for command in re.findall(r"bin/(?:uv build|uv pip install|pip install)[^&|]*", step):
+            assert "--require-hashes" in command or "--no-deps /wheels/*.whl" in command, base
 
 
 @pytest.mark.parametrize("image", IMAGES)

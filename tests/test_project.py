@@ -62,6 +62,21 @@ def test_every_package_that_make_installs_is_pinned_to_what_is_installed() -> No
         assert distribution(name).version.split("+")[0] == pins[name], f"{name}: run make in a clean clone"
 
 
+def test_all_that_users_and_releases_install_has_hashes_of_the_pinned_versions() -> None:
+    text = (ROOT / "hashes.txt").read_text(encoding="utf-8")
+    assert not re.search(r"https?:|file:|@|--(?!hash=sha256:)", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
+    blocks = re.findall(
+        r"^([\w.-]+)(?:\[.*?\])?==([^ ;]+)[^\n]*\\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", text, re.MULTILINE
+    )
+    hashed = {canonicalize_name(name): version for name, version, _ in blocks}
+    assert len(blocks) == len(re.findall(r"^\w", text, re.MULTILINE)), "a package without a hash"
+    assert hashed.items() <= pinned().items(), "run make locks"
+    extras = PROJECT["project"]["optional-dependencies"]
+    texts = chain(PROJECT["project"]["dependencies"], *(extras[name] for name in extras.keys() - {"demo", "dev", "docs"}))
+    wanted = {canonicalize_name(Requirement(text).name) for text in texts} - {"halfserve"}
+    assert wanted - hashed.keys() == set(), "run make locks; a new extra belongs into LOCKED of the Makefile"
+
+
 @pytest.mark.parametrize(
     ("name", "version"),
     [
@@ -129,7 +144,8 @@ def test_a_source_archive_holds_what_its_readme_needs(tmp_path: Path) -> None:
         for path in chain(filter(Path.is_file, beside), package_files())
         if "__pycache__" not in path.parts and path.suffix not in {".so", ".stamp"}
     }
-    wanted |= {".ci/run", ".dockerignore", "CHANGELOG.md", "Dockerfile", "LICENSE", "Makefile", "constraints.txt", "setup.py"}
+    wanted |= {".ci/run", ".dockerignore", "CHANGELOG.md", "Dockerfile", "LICENSE", "Makefile", "setup.py"}
+    wanted |= {"constraints.txt", "hashes.txt"}
     assert wanted - packed == set()
     assert not {name for name in packed if name.endswith((".so", ".stamp"))}
 

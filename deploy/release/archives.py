@@ -15,10 +15,20 @@ from pathlib import Path
 from halfserve.compiled_build import LIBRARY, STAMP, SWITCH
 
 PURE_TAG = "py3-none-any"
+# The hashes of all files of the packages that build, describe and make up a release; `make locks` writes them.
+HASHES = Path(__file__).resolve().parents[2] / "hashes.txt"
 # What a wheel holds besides its own metadata, and what it must not hold: tests and programs that measure, and local files.
 PACKAGE = "halfserve/"
 NOT_IN_WHEEL = ("/tests/", "/benchmarks/", "/__pycache__/", ".pyc")
-IN_SOURCES = ("tests/test_readme.py", "Makefile", "constraints.txt", "docs/index.md", "halfserve/cli.py", "serve/server.py")
+IN_SOURCES = (
+    "tests/test_readme.py",
+    "Makefile",
+    "constraints.txt",
+    "hashes.txt",
+    "docs/index.md",
+    "halfserve/cli.py",
+    "serve/server.py",
+)
 
 
 class ReleaseError(Exception):
@@ -90,7 +100,8 @@ def run(command: list[str], *, variables: Mapping[str, str] | None = None, folde
 
 
 def _built(sources: Path, into: Path, python: str, *, is_pure: bool) -> Path:
-    command = ["uv", "build", "--quiet", "--wheel", "--python", python, "--out-dir", str(into), str(sources)]
+    checked = ["--require-hashes", "--build-constraint", str(HASHES)]
+    command = ["uv", "build", "--quiet", "--wheel", *checked, "--python", python, "--out-dir", str(into), str(sources)]
     run(command, variables={SWITCH: "0" if is_pure else "1"})
     return _only_wheel(into)
 

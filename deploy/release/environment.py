@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import time
 from pathlib import Path
 
-from deploy.release.archives import run
+from deploy.release.archives import HASHES, run
 from deploy.release.smoke import Installation
 
 
@@ -27,18 +28,24 @@ class Environment:
         variables = {**kept, "PATH": str(scripts), "CC": "no-compiler-here"}
         return Installation(scripts=scripts, folder=self._folder, variables=variables)
 
-    def install(self, wheel: Path, *extras: str) -> float:
+    def install(self, wheel: Path, *extras: str, verified: bool = True) -> float:
         """Install a wheel and its dependencies, none of which may have to be built; returns the seconds that it took.
+
+        Args:
+            wheel: the wheel of halfserve.
+            extras: its extras to install.
+            verified: every file must have a hash in hashes.txt. False for torch, which machines take from other places than
+                the package index, as a build for CPUs.
 
         Raises:
             ReleaseError: the installation fails.
         """
         started = time.monotonic()
-        wanted = f"halfserve[{','.join(extras)}] @ {wheel.resolve().as_uri()}"
-        run(
-            ["uv", "pip", "install", "--quiet", "--only-binary", ":all:", "--python", str(self._folder), wanted],
-            folder=self._folder,
-        )
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        wanted = f"halfserve[{','.join(extras)}] @ {wheel.resolve().as_uri()}#sha256={digest}"
+        checked = ["--require-hashes", "--constraint", str(HASHES)] if verified else []
+        command = ["uv", "pip", "install", "--quiet", "--only-binary", ":all:", *checked, "--python", str(self._folder), wanted]
+        run(command, folder=self._folder)
         return time.monotonic() - started
 
     def write_bill(self, path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import zipfile
 from pathlib import Path
@@ -58,10 +57,7 @@ def test_the_chart_has_the_version_of_the_package() -> None:
 
 
 @pytest.mark.long
-def test_the_wheel_for_any_platform_serves_without_a_compiler_and_the_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UV_CONSTRAINT", f"{os.environ.get('UV_CONSTRAINT', '')} {CHECKOUT / 'constraints.txt'}")
+def test_the_wheel_for_any_platform_serves_without_a_compiler_and_the_checkout(tmp_path: Path) -> None:
     sources, wheel = build_pure(CHECKOUT, tmp_path)
     version = sources.name.removeprefix("halfserve-").removesuffix(".tar.gz")
     check_contents([sources, wheel], version, CHECKOUT)
