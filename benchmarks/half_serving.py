@@ -35,6 +35,7 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.half_device.subjects import FirstOutput
+from benchmarks.harness.loaded_server import running_server
 from benchmarks.harness.server_process import server_process
 from halfserve.export.to_onnx.export_onnx import export_onnx
 from halfserve.export.verification.metrics import compare as compared_outputs
@@ -127,7 +128,7 @@ def compare(
         }
         options = RequestSettings(given=samples)
         given = [*(f"{name}={address}/{model.stem}" for name, address in servers.items()), *(peer or ())]
-        names, targets = zip(*(_contestant(text, options, stack) for text in given), strict=True)
+        names, targets = zip(*(running_server(text, options, stack) for text in given), strict=True)
         _told(servers, model.stem)
         how = Measurement(seconds=seconds, warmup_s=0.3)
 
@@ -179,15 +180,6 @@ def _converted(model: Path, repository: Path, max_abs_error: float | None) -> Pa
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
         raise SystemExit("the model was not converted; the reason is above")
     return repository / model.stem / "1" / "model.onnx"
-
-
-def _contestant(text: str, options: RequestSettings, stack: ExitStack) -> tuple[str, LoadTarget]:
-    """Return the name and the running server of NAME=HOST:PORT/MODEL."""
-    name, _, rest = text.partition("=")
-    address, _, model = rest.partition("/")
-    if not (name and address and model):
-        raise typer.BadParameter(f"{text!r}: expected NAME=HOST:PORT/MODEL, such as ours=127.0.0.1:8001/mlp")
-    return name, stack.enter_context(LoadTarget(address, [model], options))
 
 
 def _cells(line: ComparedLevel) -> list[str]:

@@ -15,14 +15,16 @@ if TYPE_CHECKING:
 
 project = "halfserve"
 copyright = "The halfserve authors"  # noqa: A001  (the name is Sphinx's)
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
 html_title = "halfserve"
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["attrs_block", "colon_fence"]
 myst_heading_anchors = 3
 
 autodoc_typehints = "signature"

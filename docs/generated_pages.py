@@ -78,11 +78,18 @@ def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def _commands() -> str:
-    parts = ["# Commands\n\nWritten from the code; `halfserve COMMAND --help` prints the same.\n"]
-    for name, command in cli.commands():
+    parts = ["# Commands\n\nWritten from the code; `halfserve COMMAND --help` prints the same.\n\n"]
+    commands = list(cli.commands())
+    links = ((f"[{name}](#halfserve-{name.replace(' ', '-')})", _first_line(command.help)) for name, command in commands)
+    parts.append(_table(("command", "what it does"), links))
+    for name, command in commands:
         parts.append(f"\n## halfserve {name}\n\n```text\n{inspect.cleandoc(command.help)}\n```\n\n")
         parts.append(_table(("argument or option", "default", "meaning"), _parameters(command)))
     return "".join(parts)
+
+
+def _first_line(text: str) -> str:
+    return inspect.cleandoc(text).splitlines()[0]
 
 
 def _parameters(command: Any) -> Iterator[tuple[str, str, str]]:
@@ -195,7 +202,7 @@ def _names() -> str:
     parts = ["# Python API\n\nEverything here is imported from `halfserve`: `from halfserve import Client`.\n"]
     for prefix, title in STAGES.items():
         parts.append(f"\n## {title}\n")
-        for name in halfserve.__all__:
+        for name in sorted(halfserve.__all__, key=_is_error):
             value = getattr(halfserve, name)
             if value.__module__.startswith(prefix):
                 kind, options = ("autoclass", "   :members:\n") if inspect.isclass(value) else ("autofunction", "")
@@ -203,6 +210,12 @@ def _names() -> str:
         if prefix == "halfserve.export":
             parts.append(_settings_of_conversions())
     return "".join(parts)
+
+
+def _is_error(name: str) -> bool:
+    """Return the key that sorts exceptions behind what users call."""
+    value = getattr(halfserve, name)
+    return inspect.isclass(value) and issubclass(value, Exception)
 
 
 def _settings_of_conversions() -> str:

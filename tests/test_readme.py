@@ -50,6 +50,8 @@ def test_the_first_screen_runs_word_for_word_in_a_fresh_clone(tmp_path: Path, fr
     for name in filter(None, listed.stdout.split("\0")):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, clone / name, follow_symlinks=False)
+    for command in (["init", "--quiet"], ["add", "."]):
+        subprocess.run(["git", *command], cwd=clone, check=True)
     *first, second = first_screen()
     hidden = {"VIRTUAL_ENV", "PYTHONPATH", SWITCH}
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -73,6 +75,8 @@ def test_the_first_screen_runs_word_for_word_in_a_fresh_clone(tmp_path: Path, fr
         terminal.communicate(timeout=500)
     assert (done.returncode, terminal.returncode) == (0, 0), done.stderr
     assert "half" in done.stdout
+    left = subprocess.run(["git", "ls-files", "--others", "--exclude-standard"], cwd=clone, check=True, capture_output=True)
+    assert left.stdout == b"", "git ignores what the first screen writes"
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from tests.ports import unused_port
 ROOT = Path(__file__).parent.parent
 
 # Blocks in another terminal: started, and left running until the next server or the last block.
-SERVER = "halfserve serve "
+SERVER = ("halfserve serve ", "halfserve triton ")
 # Blocks of Python that follow each other share a process, and with it the time that imports take; nothing else.
 EACH_BY_ITSELF = "import sys\nfor text in sys.argv[1:]: exec(compile(text, 'block', 'exec'), {'__name__': '__main__'})"
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TypeVar
+
+import typer
 
 from benchmarks.harness.process_watch import processor_us
 from halfserve.serve.benchmark.level import Level, Load
@@ -35,3 +38,12 @@ class LoadedServer(LoadTarget):
 
     def _answered(self) -> int:
         return sum(one.inference_stats.success.count for one in self.client.statistics(self._model))
+
+
+def running_server(text: str, settings: RequestSettings, stack: ExitStack) -> tuple[str, LoadTarget]:
+    """Return the name and the load target of NAME=HOST:PORT/MODEL, a server that runs already; `stack` closes it."""
+    name, _, rest = text.partition("=")
+    address, _, model = rest.partition("/")
+    if not (name and address and model):
+        raise typer.BadParameter(f"{text!r}: expected NAME=HOST:PORT/MODEL, such as triton=127.0.0.1:18001/mlp")
+    return name, stack.enter_context(LoadTarget(address, [model], settings))

@@ -14,9 +14,10 @@ import pytest
 from safetensors.torch import save
 
 import benchmarks
-from benchmarks import checkpoints, convert, object_storage, on_demand, processes, real_models, staged_batches
+from benchmarks import bare_session, checkpoints, convert, object_storage, on_demand, processes, real_models, staged_batches
 from benchmarks.converters.packaged_networks import speech_detector
 from benchmarks.converters.speed_models import convolutions
+from benchmarks.harness.server_process import server_process
 from tests.benchmarks.test_converters import pictures
 from tests.models import save_mlp
 
@@ -151,3 +152,17 @@ def test_staged_batches_are_measured_without_and_with_clients(capsys: pytest.Cap
     lines = capsys.readouterr().out.splitlines()
     assert [line[:12].strip() for line in lines] == ["bare loop", "engine alone", "over gRPC"]
     assert all(float(line[12:].split()[0]) > 0 for line in lines)
+
+
+def test_shares_of_a_bare_session_are_those_of_every_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_mlp(tmp_path / "m.onnx")
+    with server_process(model) as peer:
+        names = [f"peer={peer.address}/m"]
+        bare_session.main(model, names, concurrency="1,3", rounds=1, seconds=0.2, sizes="1,2,4")
+    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.count("│") == 5]
+    named = [[cell.strip() for cell in row] for row in rows]
+    assert [row[0] for row in named] == ["1", "", "", "3", "", ""]
+    assert [row[1] for row in named][1:3] == ["halfserve", "peer"]
+    assert named[0][1] == "bare session, batches of 1"
+    assert named[3][1] in {"bare session, batches of 1", "bare session, batches of 2"}
+    assert all(float(row[2]) > 0 and float(row[3]) > 0 for row in named)

@@ -25,7 +25,6 @@ from tests.serve.http.running_http import running_http
 from tests.serve.model_control.controlled import controlled_server, lines
 from tests.serve.running_server import RunningServer
 from tests.serve.runtimes import RUNTIMES
-from tests.written_blocks import blocks_of
 
 FOUR = np.arange(4, dtype=np.float32)
 # Each output of the ensemble comes another way.
@@ -217,17 +216,6 @@ def test_reshapes_hold_for_steps_and_for_the_whole(tmp_path: Path) -> None:
     with controlled_server(tmp_path, ControlMode.NONE) as server, triton.InferenceServerClient(server.address) as client:
         answer = client.infer("pipe", [sent(np.stack([FOUR, FOUR + 10]))]).as_numpy("out")
         assert answer.tolist() == [[[2, 4], [3, 5]], [[12, 14], [13, 15]]]
-
-
-def test_the_guides_example_serves(tmp_path: Path) -> None:
-    (text,) = [block.text for block in blocks_of("docs/guides/pipelines.md") if block.language == "protobuf"]
-    save_cast(tmp_path / "preprocess")
-    save_mlp(tmp_path / "classify" / "1" / "model.onnx")
-    (tmp_path / "pipeline").mkdir()
-    (tmp_path / "pipeline" / "config.pbtxt").write_text(text)
-    with controlled_server(tmp_path, ControlMode.NONE) as server, triton.InferenceServerClient(server.address) as client:
-        image = triton.InferInput("image", [2, 64], "FP32").set_data_from_numpy(np.zeros((2, 64), np.float32))
-        assert client.infer("pipeline", [image]).as_numpy("scores").tolist() == [[0] * 10] * 2
 
 
 def test_a_repository_with_ensembles_that_need_each_other_is_refused(tmp_path: Path) -> None:
