@@ -198,4 +198,4 @@ def _show(verdict: Certificate, html: Path | None, certificate: Path | None, *, 
     if as_json:
         typer.echo(json.dumps(verdict.to_json()))
     else:
-        Console().print(certificate_table(verdict))
+        Console().print(certificate_table(verdict), crop=False)

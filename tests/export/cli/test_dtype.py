@@ -56,7 +56,7 @@ def test_a_file_becomes_a_verified_bfloat16_file(run: Run) -> None:
     made = passed(
         run("convert", "in.onnx", "out.onnx", "--dtype", "bfloat16", "--samples", "samples.npz", "--certificate", "out.json")
     )
-    for line in ("bfloat16  2 of 2 nodes", "bf16 against its float32 reference", "in float32\n", "within budget"):
+    for line in ("bfloat16  2 of the 2 nodes", "bfloat16 compared with float32", "in float32\n", "within budget"):
         assert line in made.stdout
     written = open_model("out.onnx")
     assert {tensor.data_type for tensor in written.proto.graph.initializer} == {BFLOAT16}
