@@ -133,6 +133,7 @@ def convert(
     needing = {
         "samples": sampling.samples,
         "certificate": reports.certificate,
+        "html": reports.html,
         "certificate-key": reports.certificate_key,
         "repository": repository,
         "precisions": settings.precisions,

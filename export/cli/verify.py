@@ -23,6 +23,7 @@ from halfserve.export.certificate.table import certificate_table
 from halfserve.export.cli.shared_options import (
     EXIT_CODES,
     BudgetOptions,
+    HtmlPage,
     budget_limit,
     hint_for_synthetic_inputs,
     report,
@@ -119,8 +120,8 @@ def verify(
     given: ComparedSamples,
     budget: VerifiedBudget,
     target: TargetOptions,
-    html: Annotated[Path | None, report(help="Write the verdict as an HTML page with plots.")] = None,
-    certificate: Annotated[Path | None, report(help="Write the verdict as JSON.")] = None,
+    html: HtmlPage = None,
+    certificate: Annotated[Path | None, report(help="Write the verdict to this JSON file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Compare a half-precision ONNX model with the float32 one it was made from.

@@ -141,7 +141,7 @@ class BenchArguments:
     timeout: Annotated[float, _load(help="Deadline of each request, in seconds.", callback=_finite, min=0.001)] = 30.0
     output: Annotated[Path | None, _report(help="Write the figures to this JSON file.")] = None
     csv: Annotated[Path | None, _report(help="Write a line per level to this CSV file.")] = None
-    html: Annotated[Path | None, _report(help="Write one page with tables and plots.")] = None
+    html: Annotated[Path | None, _report(help="Write an HTML page with tables and plots to this file.")] = None
     hgrm: Annotated[Path | None, _report(help="Write latency distributions as HdrHistogram's text.")] = None
     plot: Annotated[Path | None, _report(help="Draw throughput and latency into this PNG file.")] = None
     as_json: AsJson = False
