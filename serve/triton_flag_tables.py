@@ -12,6 +12,7 @@ SAME = {
     "model-control-mode": "--model-control",
     "repository-poll-secs": "--poll-seconds",
     "load-model": "--load-model",
+    "log-verbose": "--log-verbose",
     "exit-timeout-secs": "--drain-seconds",
     "model-load-thread-count": "--load-threads",
     "grpc-header-forward-pattern": "--grpc-header-forward-pattern",
@@ -75,7 +76,6 @@ REFUSED = {
 }
 # Ignored flags, with advice on what to do instead.
 IGNORED = {
-    "log-verbose": "set log_verbose_level by the log settings, while the server runs",
     "log-format": "see --log-format of halfserve serve",
     "metrics-interval-ms": "figures are read at each scrape",
     "cache-directory": "the cache is built in",
