@@ -354,7 +354,7 @@ def _show(report: BenchmarkReport, *, as_json: bool) -> None:
         typer.echo(json.dumps(report.to_json(), allow_nan=False))
     else:
         console = PipedConsole()
-        for table in tables(report):
+        for table in tables(report, narrow=True):
             console.print(table)
         for line in report.failures():
             console.print(line, highlight=False, markup=False, soft_wrap=True)

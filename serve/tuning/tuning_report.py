@@ -67,7 +67,7 @@ class TuningReport:
         """Return the settings in force and the chosen ones, then the Pareto front."""
         outcome = self.outcome
         table = Table(title=self.title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-        for heading in ("", "settings", "in\nflight", "requests\n/s", f"p{self.goal.percent:g}\nms"):
+        for heading in ("", "settings", "in flight", "requests/s", f"p{self.goal.percent:g} ms"):
             table.add_column(heading, justify="left" if heading in ("", "settings") else "right")
         rows = [("in force", outcome.start), ("best" if outcome.best else "nearest", outcome.best or outcome.nearest)]
         for name, point in [*rows, *(("front", point) for point in outcome.front())]:
