@@ -103,7 +103,10 @@ class VersionOptions:
     version: Annotated[int | None, repository_version(help="The version; the next free one by default.")] = None
     max_batch_size: Annotated[int | None, repository_version(help="Largest batch that the server may form.")] = MAX_BATCH_SIZE
     fp32_twin: Annotated[
-        bool, repository_version("--fp32-twin", help="Put the float32 model there too, for a server that can fall back on it.")
+        bool,
+        repository_version(
+            "--fp32-twin", help="Add the float32 model to the version too, for a server that can fall back on it."
+        ),
     ] = False
 
     def target(self, repository: str, *, default_name: str, task: Task | None = None) -> RepositoryTarget:
