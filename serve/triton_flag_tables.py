@@ -1,10 +1,10 @@
-"""The flags of tritonserver: those that become options of `halfserve serve`, and those that are refused or ignored, and why."""
+"""The flags of tritonserver: the options of `halfserve serve` that they become, or why they are refused or ignored."""
 
 from __future__ import annotations
 
 MIB = 2**20
 ANY_ADDRESS = "0.0.0.0"  # noqa: S104  (tritonserver's default)
-OWN_TRUST = ["--shared-memory", "--trust-python-models"]  # what tritonserver 2.51 allows by itself
+OWN_TRUST = ["--shared-memory", "--trust-python-models"]  # tritonserver 2.51 allows both by default
 SECRETS = {"--grpc-restricted-protocol", "--http-restricted-api"}
 # Options of `halfserve serve` that take a flag's value unchanged, by flag.
 SAME = {

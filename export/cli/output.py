@@ -138,7 +138,7 @@ def _kept(kept: Sequence[KeptNode]) -> Iterator[Line]:
 
 
 def _repairs(report: ConversionReport) -> Iterator[Line]:
-    """Yield each repair with its nodes, but not those that kept nodes in float32, which `_kept` lists with the reason."""
+    """Yield each repair with its nodes. `_kept` lists the nodes that a repair kept in float32."""
     repairs = [repair for repair in report.repairs if not repair.text.startswith(KEPT)]
     if not repairs:
         return

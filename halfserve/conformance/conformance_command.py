@@ -95,7 +95,7 @@ def _models(
     listed: Callable[[Target], list[str]],
     described: Callable[[Target, str], TargetModel],
 ) -> list[TargetModel]:
-    """Return the models to ask: those that are named, or the first of each set of data types that the server lists."""
+    """Return the models to ask: the named ones, or the first listed model of each set of data types."""
     found: dict[str, TargetModel] = {}
     for name in names or listed(target):
         try:
