@@ -84,7 +84,7 @@ def train(
     options: TrainingOptions,
     *,
     resume: Annotated[
-        bool, typer.Option("--resume", rich_help_panel=KEPT, help="Go on from OUT/checkpoint.pt, if there is one.")
+        bool, typer.Option("--resume", rich_help_panel=KEPT, help="Continue from OUT/checkpoint.pt, if there is one.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")] = False,
 ) -> None:

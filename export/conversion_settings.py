@@ -44,7 +44,8 @@ class ConversionSettings:
     dtype: Annotated[
         DtypeChoice,
         conversion(
-            help="The type to convert to; auto takes float16 where it passes, else bfloat16, else searches, and says why."
+            help="Type to convert to. auto: float16 if it passes, otherwise bfloat16 if that passes, otherwise a "
+            "search for nodes to keep in float32; the reason is printed."
         ),
     ] = "float16"
     # From Python also names and shell patterns of the inputs and outputs that keep their types.
@@ -53,7 +54,9 @@ class ConversionSettings:
         CommandLineType(bool),
         conversion("--keep-io-types/--float16-io", help="Inputs and outputs stay float32, or become --dtype too."),
     ] = True
-    repair: Annotated[bool, conversion(help="Rewrite what the type could not hold, as large BatchNorm statistics.")] = True
+    repair: Annotated[
+        bool, conversion(help="Rewrite nodes whose numbers the type cannot hold, such as large BatchNorm statistics.")
+    ] = True
     upgrade_opset: Annotated[
         bool,
         conversion(
@@ -122,13 +125,15 @@ class PipelineSettings(ConversionSettings):
     """
 
     external_data: Annotated[
-        ExternalData, conversion(help="Weights in files of their own: as in the source or over 2 GiB, always, or never.")
+        ExternalData,
+        conversion(help="Weights in separate data files: yes, no, or auto: as in the source, and for models over 2 GiB."),
     ] = "auto"
     adversarial: Annotated[
         bool, verification(help="Try inputs at the edge of the samples too: zeros, large ones, masked rows.")
     ] = True
     accumulators: Annotated[
-        Accumulators, verification(help="In which type the runtime sums: float32 as ONNX Runtime, or float16 as TensorRT.")
+        Accumulators,
+        verification(help="Type in which the runtime adds up products: float32 as ONNX Runtime, or float16 as TensorRT."),
     ] = "float32"
     precisions: Annotated[
         Collection[HalfName],

@@ -32,6 +32,7 @@ NO_SPACE_EXIT_CODE = 1
 WRONG_USAGE_EXIT_CODE = 2
 MISSING_EXTRA_EXIT_CODE = 69  # EX_UNAVAILABLE
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
+HYPHEN = "\u2011"  # the hyphen at which no line is broken
 # A terminal would execute them, and an error's text may come from a server or contain a file's name.
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
@@ -73,7 +74,9 @@ STAGES = {
         module="halfserve.export.cli.verify", help="Compare an fp16 ONNX model with its float32 one.", extra="export"
     ),
     "check": Stage(module="halfserve.export.cli.check", help="Find where a PyTorch model leaves its dtype.", extra="export"),
-    "serve": Stage(module="halfserve.serve.serve_command", help="Serve models over gRPC in batches.", configurable=True),
+    "serve": Stage(
+        module="halfserve.serve.serve_command", help="Serve models over gRPC and REST in batches.", configurable=True
+    ),
     "triton": Stage(module="halfserve.serve.triton_flags", help="Serve models with the flags of tritonserver."),
     "cluster": Stage(
         module="halfserve.serve.fleet.launch.cluster_commands", help="Serve models on many machines with Ray.", extra="ray"
@@ -96,14 +99,43 @@ STAGES = {
         module="halfserve.conformance.conformance_command", help="Check a server against the Open Inference Protocol."
     ),
     "doctor": Stage(
-        module="halfserve.serve.doctor.doctor_command", help="Say what works on this machine, and what is missing."
+        module="halfserve.serve.doctor.doctor_command", help="Report what works on this machine, and what is missing."
     ),
-    "demo": Stage(module="halfserve.examples.digits.demo", help="The whole way on handwritten digits.", extra="demo"),
+    "demo": Stage(
+        module="halfserve.examples.digits.demo", help="Train, convert, serve and measure a small model of digits.", extra="demo"
+    ),
 }
+
+
+_Formatter: Any = typer.Context.formatter_class  # its module is private
+
+
+class HelpFormatter(_Formatter):  # type: ignore[misc]  # (see above)
+    """Breaks the lines of a help text between words, and not at the hyphens of options."""
+
+    def write_text(self, text: str) -> None:
+        """Write a paragraph."""
+        super().write_text(text.replace("-", HYPHEN))
+
+    def write_dl(self, rows: Any, *args: Any, **options: Any) -> None:
+        """Write names with their descriptions."""
+        super().write_dl([(name, text.replace("-", HYPHEN)) for name, text in rows], *args, **options)
+
+    def getvalue(self) -> str:
+        """Return all that was written."""
+        return str(super().getvalue()).replace(HYPHEN, "-")
+
+
+class StageContext(typer.Context):
+    """The context of a stage's command."""
+
+    formatter_class = HelpFormatter
 
 
 class StageCommand(OptionCommand):
     """One stage's command; its help has a heading for each group of options (their `rich_help_panel`)."""
+
+    context_class = StageContext
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Read the options.

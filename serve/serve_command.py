@@ -57,7 +57,7 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="PATH",
-            help="Further ones, on this disk; a model that two of them have is not served.",
+            help="Further model repositories, on this disk; a model that two of them contain is not served.",
             show_default=False,
         ),
     ] = None,

@@ -62,7 +62,7 @@ def print_text(report: StartupReport, scheme: str) -> None:
         typer.echo(f"metrics on {address_of(report.host, report.metrics_port)}")
     if report.admin_port is not None:
         typer.echo(f"administration on {address_of(report.host, report.admin_port)}")
-    typer.echo(f"hot path {build_in_use()}")
+    typer.echo(f"server code {build_in_use()}")
     processes = f", {report.processes} processes" if report.processes > 1 else ""
     grpc = "no gRPC" if report.grpc_port is None else f"gRPC on {address_of(report.host, report.grpc_port)}"
     typer.echo(f"{grpc}{processes}, ready in {report.seconds:.2f} s; Ctrl-C stops")

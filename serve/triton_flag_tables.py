@@ -1,10 +1,10 @@
-"""The flags of tritonserver: those that become options of `halfserve serve`, and those that are refused or ignored, and why."""
+"""The flags of tritonserver: the options of `halfserve serve` that they become, or why they are refused or ignored."""
 
 from __future__ import annotations
 
 MIB = 2**20
 ANY_ADDRESS = "0.0.0.0"  # noqa: S104  (tritonserver's default)
-OWN_TRUST = ["--shared-memory", "--trust-python-models"]  # what tritonserver 2.51 allows by itself
+OWN_TRUST = ["--shared-memory", "--trust-python-models"]  # tritonserver 2.51 allows both by default
 SECRETS = {"--grpc-restricted-protocol", "--http-restricted-api"}
 # Options of `halfserve serve` that take a flag's value unchanged, by flag.
 SAME = {
@@ -12,6 +12,7 @@ SAME = {
     "model-control-mode": "--model-control",
     "repository-poll-secs": "--poll-seconds",
     "load-model": "--load-model",
+    "log-verbose": "--log-verbose",
     "exit-timeout-secs": "--drain-seconds",
     "model-load-thread-count": "--load-threads",
     "grpc-header-forward-pattern": "--grpc-header-forward-pattern",
@@ -75,7 +76,6 @@ REFUSED = {
 }
 # Ignored flags, with advice on what to do instead.
 IGNORED = {
-    "log-verbose": "set log_verbose_level by the log settings, while the server runs",
     "log-format": "see --log-format of halfserve serve",
     "metrics-interval-ms": "figures are read at each scrape",
     "cache-directory": "the cache is built in",

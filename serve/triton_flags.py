@@ -165,6 +165,8 @@ def _rename(made: Translation, given: dict[str, list[str]], switches: dict[str, 
             made.arguments += [option, value.lower() if name == "model-control-mode" else value]
     if given.get("model-control-mode", [""])[-1].lower() == "explicit":
         made.arguments.append("--model-uploads")
+    if given.get("log-verbose", ["0"])[-1] != "0":
+        made.arguments += ["--access-log", "all"]  # tritonserver's verbose log has lines for each request
     options = [option for name, (value, option) in SWITCH_OPTIONS.items() if switches.get(name) is value]
     made.arguments += dict.fromkeys(options)
 

@@ -88,7 +88,7 @@ def test_every_command_says_which_errors_are_the_users(name: str) -> None:
         ["convert", "in.onnx", "out.onnx", "--fp32-twin"],
         ["convert", "in.onnx", "--repository", "models", "--overwrite"],
         ["convert", "in.onnx", "out.onnx", "--no-verify", "--certificate", "c.json"],
-        ["convert", "in.onnx", "out.onnx", "--html"],
+        ["convert", "in.onnx", "out.onnx", "--html", "c.html", "--no-verify"],
         ["convert", "in.onnx", "out.onnx", "--min-agreement", "2"],
         ["verify", "in.onnx", "out.onnx", "--dim", "n"],
         pytest.param(["export", "checkpoint.pt", "--repository", "models", "--dynamic", "tokens"], marks=pytest.mark.long),
@@ -197,7 +197,7 @@ def test_torch_s_threads_do_not_spin_unless_asked_to() -> None:
 def test_help_and_wrong_usage_do_not_wait_for_torch() -> None:
     asked = [
         *([name, "--help"] for name in cli.STAGES if name != "train"),
-        ["export", "checkpoint.pt", "--repository", "models", "--html"],
+        ["export", "checkpoint.pt", "--repository", "models", "--min-agreement", "2"],
         ["check", "MODULE:FACTORY", "--input", "float32[1]", "--data", "MODULE:FACTORY"],
         ["demo", "--concurrency", "none"],
     ]

@@ -11,7 +11,7 @@ WIDTH, WIDE = 80, 1000  # characters
 
 def printed(shown: RenderableType, width: int) -> str:
     file = io.StringIO()
-    Console(file=file, width=width).print(shown)
+    Console(file=file, width=width).print(shown, crop=False)
     return file.getvalue()
 
 

@@ -61,20 +61,25 @@ class TrainingOptions:
     ] = 0
     batch_size: Annotated[int, _step(min=1, help="Items of one batch, in each process.")] = 64
     accumulate: Annotated[int, _step(min=1, help="Batches per optimizer step.")] = 1
-    learning_rate: Annotated[float, _step(help="The highest, of a warm-up and a cosine.")] = 3e-3
+    learning_rate: Annotated[float, _step(help="Highest learning rate of the schedule, a warm-up and a cosine.")] = 3e-3
     clip: Annotated[float, _step(min=0.0, help="Largest gradient norm; 0 does not clip.")] = 1.0
-    seed: Annotated[int, _length(min=0, help="Of the weights, of the order of the data, and of all else that is random.")] = 0
+    seed: Annotated[
+        int, _length(min=0, help="Seed of the weights, of the order of the data, and of all other random numbers.")
+    ] = 0
     device: Annotated[str, _length(help="auto, cpu, cuda, cuda:1, ...")] = "auto"
     policy: Annotated[str, _step(help="Which operation runs in which dtype: native, cuda, cuda+fp32:einsum,...")] = "native"
-    workers: Annotated[int, _length(min=0, help="Processes that load data; 0 loads it here.")] = 0
+    workers: Annotated[int, _length(min=0, help="Processes that load data; 0 loads it in the training process.")] = 0
     checkpoint_every: Annotated[
         int, _kept(min=0, help="Steps between checkpoints; 0 writes one at the end of each epoch only.")
     ] = 0
     patience: Annotated[
-        int, _length(min=1, help="Steps in a row, skipped or without a finite loss, before the cause is looked for.")
+        int,
+        _length(
+            min=1, help="Number of consecutive steps, skipped or without a finite loss, after which the cause is searched for."
+        ),
     ] = 10
     record: Annotated[bool, _kept("--record", help="Record dtypes and ranges of all operations in record.json.")] = False
-    record_every: Annotated[int, _kept(min=1, help="Steps between two that --record looks at.")] = 200
+    record_every: Annotated[int, _kept(min=1, help="Steps between two that --record records.")] = 200
     tensorboard: Annotated[bool, _kept("--tensorboard", help="Write curves into OUT/tensorboard.")] = False
 
 

@@ -230,9 +230,10 @@ def _scaled_errors(figures: ErrorFigures, limit: float) -> Iterator[str]:
         return
     error, kind = f"max error {figures.max_scaled_error:.3g}", figures.worst_kind
     if kind is None:
-        yield f"{error} of the output's scale {figures.unit or figures.scale:.3g} (limit {limit:.3g})"
+        yield f"{error} of the output's largest magnitude {figures.unit or figures.scale:.3g} (limit {limit:.3g})"
     elif vanished is None or kind.worst != vanished.first:
-        yield f"{error} of the scale {kind.unit:.3g} of column {kind.worst} on axis {figures.axis} (limit {limit:.3g})"
+        place = f"column {kind.worst} on axis {figures.axis}"
+        yield f"{error} of the largest magnitude {kind.unit:.3g} of {place} (limit {limit:.3g})"
 
 
 def _non_finite(figures: ErrorFigures, budget: Budget) -> list[str]:
@@ -291,9 +292,11 @@ def adversarial_violations(
     if (kind := figures.worst_kind) is not None:
         if kind.max_scaled_error > limit:
             place = f"column {kind.worst} on axis {figures.axis}"
-            broken.append(f"max error {kind.max_abs_error:.3g} in {place}, of scale {kind.unit:.3g} (limit {limit:.3g} of it)")
+            error = f"max error {kind.max_abs_error:.3g} in {place}"
+            broken.append(f"{error}, of the largest magnitude {kind.unit:.3g} (limit {limit:.3g} of it)")
         return broken
     scale = max(s for s in (smallest, figures.scale, usual_scale) if math.isfinite(s))
     if figures.max_abs_error > limit * scale:
-        broken.append(f"max error {figures.max_abs_error:.3g} at the output's scale {scale:.3g} (limit {limit:.3g} of it)")
+        error = f"max error {figures.max_abs_error:.3g}"
+        broken.append(f"{error} at the output's largest magnitude {scale:.3g} (limit {limit:.3g} of it)")
     return broken

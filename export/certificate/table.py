@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-
-from halfserve.export.half_types import HALF_TYPES
 
 if TYPE_CHECKING:
     from halfserve.export.certificate.budget import ColumnKind, ErrorFigures
@@ -21,45 +21,83 @@ if TYPE_CHECKING:
 KEPT_SHOWN = 5
 RANGES_SHOWN = 4
 RISKS_SHOWN = 3
+VIOLATIONS_SHOWN = 8
+LONGEST_NAME = 32  # characters of an output's name in the table; longer names stand below it
+LABEL = 10  # characters before a line's text
+EXECUTIONS = {
+    "rounded": "simulated: every node's result is rounded to {half}, as a GPU does",
+    "cuda": "simulated: numbers inside nodes are rounded to {half} too, as CUDA's kernels do",
+    "runtime": "computed by ONNX Runtime on this CPU",
+    "gpu": "computed by ONNX Runtime on this GPU",
+}
 
 
-def certificate_table(certificate: Certificate) -> Group:
-    """Render the figures of every output, and below them sizes, accuracy, conversion, adversarial samples and the verdict.
+@dataclass(frozen=True)
+class Line:
+    """A line of text that is wrapped between words only: the terminal breaks a name that is too long.
 
-    Figures and verdicts in further precisions follow.
+    Print it with `crop=False`.
     """
-    behind = f"against its float32 reference, {certificate.samples} samples"
-    title = f"{certificate.model}: {HALF_TYPES[certificate.precision].short} {behind}"
-    parts: list[RenderableType] = [_figures(title, certificate)]
-    parts += [*(Text(line) for line in _facts(certificate)), _verdict(certificate)]
+
+    text: str
+    hanging: int = LABEL  # columns before the second line and those that follow
+    style: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        before = " " * min(self.hanging, options.max_width // 2)
+        wrapped = textwrap.wrap(
+            self.text, options.max_width, subsequent_indent=before, break_long_words=False, break_on_hyphens=False
+        )
+        yield Text("\n".join(wrapped), self.style, no_wrap=True, overflow="ignore")
+
+
+def certificate_table(certificate: Certificate, *, converted: bool = True) -> Group:
+    """Render the figures of every output, what the figures mean, and lines with sizes, accuracy, conversion and verdict.
+
+    Figures and verdicts in further precisions follow. `converted` says whether the conversion is summarized too.
+    """
+    behind = f"compared with float32 on {certificate.samples} samples"
+    parts = _figures(f"{certificate.model}: {certificate.precision} {behind}", certificate)
+    texts = [*_legend(certificate), *_sizes(certificate), *_results(certificate)]
+    texts += [*(_conversion(certificate) if converted else ()), *_doubts(certificate)]
+    texts += [f"runtime   {crash}" for crash in certificate.probe.crashes]
+    parts += [*map(Line, texts), *_verdict(certificate)]
     for precision, verdict in certificate.precisions.items():
-        title = f"{certificate.model}: computed in {HALF_TYPES[precision].short} {behind}"
-        parts.append(_figures(title, verdict))
-        parts += [*(Text(line) for line in (*_results(verdict), *_doubts(verdict))), _verdict(verdict)]
+        parts += _figures(f"{certificate.model}: computed in {precision}, {behind}", verdict)
+        parts += [*map(Line, (*_results(verdict), *_doubts(verdict))), *_verdict(verdict)]
     return Group(*parts)
 
 
-def _figures(title: str, verdict: PrecisionVerdict) -> Table:
-    table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+def _figures(title: str, verdict: PrecisionVerdict) -> list[RenderableType]:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("output (run)", overflow="fold")
-    for heading in ("error", "of\nscale", "ulp", "cosine", "NaN/inf", "agrees"):
+    for heading in ("error", "scaled error", "agreement", "NaN or inf"):
         table.add_column(heading, justify="right", no_wrap=True)
+    names = dict.fromkeys(output.name for output in verdict.outputs)
+    shown = {name: name if len(name) <= LONGEST_NAME else f"output {place}" for place, name in enumerate(names, 1)}
     for output in verdict.outputs:
-        table.add_row(*(Text(cell) for cell in _row(output)), style="red" if output.violations else None)
-    return table
+        cells = _row(output, shown[output.name])
+        table.add_row(*(Text(cell) for cell in cells), style="red" if output.violations else None)
+    names_below = (Line(f"{short:<9} {name}") for name, short in shown.items() if short != name)
+    return [Line(title, 0), Text(), table, Text(), *names_below]
 
 
-def _row(verdict: OutputVerdict) -> list[str]:
+def _legend(verdict: Certificate) -> Iterator[str]:
+    """Yield what the columns and runs of the table mean, with the limits."""
+    budget = verdict.budget
+    scaled, error = f" (limit {budget.max_scaled_error:g})", ""
+    if budget.max_abs_error is not None:
+        scaled, error = "", f" (limit {budget.max_abs_error:g})"
+    yield f"error     largest difference from float32{error}; scaled: as a share of the output's largest magnitude{scaled}"
+    yield f"agreement share of the samples with float32's argmax (at least {budget.min_agreement:.2%})"
+    for execution in dict.fromkeys(output.execution for output in verdict.outputs):
+        yield f"{execution:<9} {EXECUTIONS.get(execution, execution).format(half=verdict.precision)}"
+
+
+def _row(verdict: OutputVerdict, name: str) -> list[str]:
     figures = verdict.figures
-    return [
-        f"{verdict.name} ({verdict.execution})",
-        f"{figures.max_abs_error:.2g}",
-        f"{figures.max_scaled_error:.2g}",
-        f"{figures.max_ulp:.0f}",
-        f"{figures.cosine:.6f}",
-        str(figures.non_finite),
-        agreement_cell(figures),
-    ]
+    errors = (f"{figures.max_abs_error:.2g}", f"{figures.max_scaled_error:.2g}")
+    return [f"{name} ({verdict.execution})", *errors, agreement_cell(figures), str(figures.non_finite)]
 
 
 def agreement_cell(figures: ErrorFigures) -> str:
@@ -99,19 +137,18 @@ def _kind_line(figures: ErrorFigures, kind: ColumnKind) -> str:
     )
 
 
-def _facts(certificate: Certificate) -> Iterator[str]:
+def _sizes(certificate: Certificate) -> Iterator[str]:
     if certificate.reference_bytes:
         share = certificate.onnx_bytes / certificate.reference_bytes
-        yield f"size      {certificate.onnx_bytes:,} bytes, {share:.0%} of float32's {certificate.reference_bytes:,}"
+        yield size_line(certificate.onnx_bytes, certificate.reference_bytes, share)
     if certificate.origin:
         yield f"origin    {origin_text(certificate)}"
     if certificate.sizes:
-        yield f"tried     {sizes_text(certificate)}"
-    yield from _results(certificate)
-    yield from _conversion(certificate)
-    yield from _doubts(certificate)
-    for crash in certificate.probe.crashes:
-        yield f"runtime   {crash}"
+        yield f"tried     the sizes {sizes_text(certificate)}"
+
+
+def size_line(size: int, source: int, share: float) -> str:
+    return f"size      {size:,} bytes, {share:.0%} of the float32 model's {source:,}"
 
 
 def _results(verdict: PrecisionVerdict) -> Iterator[str]:
@@ -119,12 +156,12 @@ def _results(verdict: PrecisionVerdict) -> Iterator[str]:
         yield f"accuracy  {accuracy_text(verdict.accuracy)}"
     for output in verdict.outputs:
         for figure in output.task:
-            yield f"task      {figure.name} {figure.value:.6f} ({output.execution}; least {figure.least:g})"
-    yield from (f"kinds     {line}" for line in kind_lines(verdict))
+            yield f"task      {figure.name} {figure.value:.6f} ({output.execution}; at least {figure.least:g})"
+    yield from (f"columns   {line}" for line in kind_lines(verdict))
 
 
 def _doubts(verdict: PrecisionVerdict) -> Iterator[str]:
-    yield from _edges(verdict)
+    yield from _extremes(verdict)
     for risk in verdict.risks[:RISKS_SHOWN]:
         yield f"sums      {risk}; safe where sums are float32"
     if len(verdict.risks) > RISKS_SHOWN:
@@ -139,26 +176,39 @@ def _conversion(certificate: Certificate) -> Iterator[str]:
         return
     names = [node["name"] for node in conversion.get("kept", ())] or conversion.get("fp32_modules", [])
     more = f" and {len(names) - KEPT_SHOWN} more" if len(names) > KEPT_SHOWN else ""
-    yield f"kept fp32 {', '.join(names[:KEPT_SHOWN]) or 'none'}{more}"
-    yield f"rounding  {', '.join(f'{count} {name}' for name, count in conversion.get('ledger', {}).items())}"
+    yield f"float32   {', '.join(names[:KEPT_SHOWN]) or 'no node needs it'}{more}"
+    yield weights_line(conversion.get("ledger", {}), certificate.precision)
 
 
-def _edges(verdict: PrecisionVerdict) -> Iterator[str]:
+def weights_line(ledger: Mapping[str, int], half: str) -> str:
+    """Return what rounding to the half type did to the numbers in the weights."""
+    effects = {"overflow": f"beyond the range of {half}", "flushed": "became 0", "subnormal": "so small that digits were lost"}
+    texts = [f"{ledger[name]:,} {effect}" for name, effect in effects.items() if ledger.get(name)]
+    return f"weights   {', '.join(texts) or f'every number is within the range of {half}'}"
+
+
+def _extremes(verdict: PrecisionVerdict) -> Iterator[str]:
     lines = worst_verdicts(verdict)
     within = [line for line in lines if line.factor is None and line.note is None]
     if within:
-        broken = [line.case for line in within if line.violations]
-        passed = [line.case for line in within if not line.violations]
-        yield f"edges     {', '.join(passed) or 'none'} within budget" + (f"; not {', '.join(broken)}" if broken else "")
-    if verdict.headroom is not None:
-        yield f"headroom  holds up to {verdict.headroom:g} times the samples' magnitude"
+        broken = ", ".join(line.case for line in within if line.violations)
+        passed = ", ".join(line.case for line in within if not line.violations)
+        texts = [f"within budget on {passed}" if passed else "", f"over budget on {broken}" if broken else ""]
+        yield f"extremes  {'; '.join(filter(None, texts))}"
+    if verdict.headroom is not None and verdict.headroom > 1:
+        yield f"headroom  inputs up to {verdict.headroom:g} times as large as the samples pass too"
+    elif verdict.headroom is not None:
+        yield "headroom  none: inputs larger than the samples do not pass"
 
 
-def _verdict(verdict: PrecisionVerdict) -> Text:
+def _verdict(verdict: PrecisionVerdict) -> list[Line]:
     if verdict.passed:
-        return Text("verdict   within budget", style="green")
+        return [Line("verdict   within budget", style="green")]
     texts = verdict.violations or ["nothing was compared"]
-    return Text("\n".join(f"verdict   over budget: {text}" for text in texts), style="red")
+    lines = [f"verdict   over budget: {text}" for text in texts[:VIOLATIONS_SHOWN]]
+    if len(texts) > VIOLATIONS_SHOWN:
+        lines.append(f"verdict   over budget in {len(texts) - VIOLATIONS_SHOWN} more figures; --json lists all")
+    return [Line(line, style="red") for line in lines]
 
 
 def worst_verdicts(verdict: PrecisionVerdict) -> list[AdversarialVerdict]:

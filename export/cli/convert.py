@@ -78,7 +78,10 @@ class ConversionReports(VerdictFiles):
     """The verdict's files, and how much of the placement is printed."""
 
     placement: Annotated[
-        bool, report("--placement", help="Show in full where ONNX Runtime puts the nodes, and float32 islands.")
+        bool,
+        report(
+            "--placement", help="List the operators on each device of ONNX Runtime, and the groups of nodes that stay float32."
+        ),
     ] = False
 
 
@@ -86,11 +89,13 @@ class ConversionReports(VerdictFiles):
 class ConvertedVersion(VersionOptions):
     """A version in a model repository, where the model is not written to a file."""
 
-    name: Annotated[str | None, repository_version(help="The model's name there; by default the source's.")] = None
+    name: Annotated[str | None, repository_version(help="The model's name in the repository; by default from the source.")] = (
+        None
+    )
     max_batch_size: Annotated[
         int | None, repository_version(help="Largest batch that the server may form, 0 for none; 32 by default.")
     ] = None
-    overwrite: Annotated[bool, repository_version("--overwrite", help="Replace a model that is there already.")] = False
+    overwrite: Annotated[bool, repository_version("--overwrite", help="Replace a model that exists already.")] = False
 
 
 @takes_option_groups
@@ -133,6 +138,7 @@ def convert(
     needing = {
         "samples": sampling.samples,
         "certificate": reports.certificate,
+        "html": reports.html,
         "certificate-key": reports.certificate_key,
         "repository": repository,
         "precisions": settings.precisions,

@@ -10,13 +10,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
-from halfserve.export.certificate.table import certificate_table
+from halfserve.export.certificate.table import Line, certificate_table, size_line, weights_line
 from halfserve.export.conversion_results import Converted, SearchFailed
 from halfserve.protos.certificates import SAMPLES
 
@@ -26,11 +24,11 @@ if TYPE_CHECKING:
     from halfserve.export.placement.cuda_kernels import CudaWarning
     from halfserve.export.search.result import KeptNodeCost, SearchResult
 
-SHOWN = 20  # rows of a table; the rest is counted
+SHOWN = 20  # entries of a list; the rest is counted
 EXAMPLES = 3  # nodes named for one reason
 LISTED = 8  # entries of a list within a line
 NODES_SHOWN = 40  # nodes of a search
-COSTS = ("alone", "at\noutputs", "casts", "bytes")  # columns of a search's nodes
+KEPT = "kept in float32: "  # the texts of repairs that keep nodes begin so
 SECONDS_BETWEEN_LINES = 10.0
 LONG_STEPS = ("fetching", "searching")  # these may take long, so their first lines appear at once
 
@@ -60,9 +58,9 @@ def _warn_of_precisions(console: Console, certificate: Certificate) -> None:
 
 def explain(console: Console, error: BudgetExceeded) -> None:
     """Print the figures of a model that is over budget, and the best result of a search."""
-    console.print(certificate_table(error.certificate))
+    console.print(certificate_table(error.certificate), crop=False)
     if isinstance(error, SearchFailed):
-        console.print(search_table(error.search))
+        console.print(search_lines(error.search), crop=False)
 
 
 def as_plain(done: Converted) -> dict[str, Any]:
@@ -84,170 +82,153 @@ def as_plain(done: Converted) -> dict[str, Any]:
 def print_conversion(done: Converted, *, in_full: bool = False) -> None:
     """Print everything about a conversion; `in_full` lists the placement of every node."""
     console, placed = Console(), done.placement
-    console.print(
-        conversion_table(
-            done.report, source_bytes=done.source_bytes, size_bytes=done.size_bytes, certified=done.certificate is not None
-        )
-    )
+    certified = done.certificate is not None
+    parts = [conversion_lines(done.report, source_bytes=done.source_bytes, size_bytes=done.size_bytes, certified=certified)]
     if done.search is not None:
-        console.print(search_table(done.search))
+        parts.append(search_lines(done.search))
     if isinstance(placed, str):
         lines = [f"placement {placed}", *cuda_lines(done.cuda)]
-    elif in_full:
-        console.print(placement_table(placed))
-        lines = []
     else:
         lines = placement_lines(placed)
+        parts += [placement_list(placed)] if in_full else []
     if done.certificate is not None:
-        console.print(certificate_table(done.certificate))
+        parts.append(Group("", certificate_table(done.certificate, converted=False), ""))
     else:
         lines.append("verdict   none: not verified")
     if done.growth is not None:
         lines.append(f"larger    {done.growth}")
     if done.certificate is not None and SAMPLES in done.certificate.files:
         lines.append(
-            f"samples   a few lie in {SAMPLES} beside the model, for servers to check; remove it if they must not travel"
+            f"samples   some lie in {SAMPLES} beside the model, so that servers can check their answers; delete the file if "
+            "they are confidential"
         )
-    lines += [
-        f"left over {name}: only the model before used it; remove it when no process reads that model"
-        for name in done.superseded
-    ]
-    for line in [*lines, f"written   {done.place}"]:
-        console.print(Text(line), soft_wrap=True)
+    console.print(*parts, *map(Line, lines), crop=False, sep="\n")
+    # Paths are not wrapped.
+    for name in done.superseded:
+        text = f"left over {name}: only the model before used it; remove it when no process reads that model"
+        console.print(Text(text), soft_wrap=True)
+    console.print(Text(f"written   {done.place}"), soft_wrap=True)
 
 
-def conversion_table(
+def conversion_lines(
     report: ConversionReport, *, source_bytes: int | None = None, size_bytes: int | None = None, certified: bool = False
 ) -> Group:
-    """Tables of float32 nodes, repairs and weights that lost numbers, where there are any, and lines with the totals.
+    """Lists of float32 nodes, repairs and weights that lost numbers, where there are any, and lines with the totals.
 
-    `certified` leaves size and rounding to the certificate's table, which follows.
+    `certified` leaves the size to the certificate's table, which follows.
     """
-    tables = [table for table in (_kept(report.kept), _repairs(report), _weights(report)) if table is not None]
-    return Group(*tables, *(Text(line) for line in _facts(report, source_bytes, size_bytes, certified=certified)))
+    lists = (*_kept(report.kept), *_repairs(report), *_weights(report))
+    return Group(*lists, *map(Line, _facts(report, source_bytes, size_bytes, certified=certified)))
 
 
-def _kept(kept: Sequence[KeptNode]) -> Table | None:
+def _kept(kept: Sequence[KeptNode]) -> Iterator[Line]:
+    """Yield each reason with its nodes, the most frequent reason first."""
     if not kept:
-        return None
-    title = f"{_counted(len(kept), 'node')} in float32"
-    if len(kept) > SHOWN:
-        return _by_reason(kept, title)
-    table = _new_table(title, "node and reason", "operator")
+        return
+    reasons: dict[str, list[KeptNode]] = {}
     for node in kept:
-        where = " ".join(part for part in (node.module, node.source) if part)
-        _add(table, _story(node.name, where, node.reason), node.op_type)
-    return table
+        reasons.setdefault(node.reason, []).append(node)
+    yield _heading(f"{_counted(len(kept), 'node')} in float32")
+    named = SHOWN if len(kept) <= SHOWN else EXAMPLES
+    for reason, nodes in sorted(reasons.items(), key=lambda group: -len(group[1]))[:SHOWN]:
+        yield _entry(f"{_counted(len(nodes), 'node')}: {reason}")
+        yield from (_entry(_place(f"{node.name} ({node.op_type})", node.module, node.source), 4) for node in nodes[:named])
+        yield from _rest(len(nodes), named, 4)
+    yield from _rest(len(reasons), SHOWN)
 
 
-def _by_reason(kept: Sequence[KeptNode], title: str) -> Table:
-    """Return a row for each reason, the most frequent first."""
-    groups: dict[str, list[str]] = {}
-    for node in kept:
-        groups.setdefault(node.reason, []).append(node.name)
-    table = _new_table(title, "nodes", "reason, and some of them")
-    for reason, names in sorted(groups.items(), key=lambda group: -len(group[1]))[:SHOWN]:
-        _add(table, str(len(names)), _story(reason, ", ".join(names[:EXAMPLES])))
-    table.caption, table.caption_justify = Text("--json lists all"), "left"
-    return table
-
-
-def _repairs(report: ConversionReport) -> Table | None:
-    if not report.repairs:
-        return None
-    table = _new_table(_counted(len(report.repairs), "repair"), "repair", "what was done, and to which nodes")
-    for repair in report.repairs[:SHOWN]:
+def _repairs(report: ConversionReport) -> Iterator[Line]:
+    """Yield each repair with its nodes. `_kept` lists the nodes that a repair kept in float32."""
+    repairs = [repair for repair in report.repairs if not repair.text.startswith(KEPT)]
+    if not repairs:
+        return
+    yield _heading(f"{_counted(len(repairs), 'repair')} before the conversion")
+    for repair in repairs[:SHOWN]:
         more = f" and {len(repair.nodes) - EXAMPLES} more" if len(repair.nodes) > EXAMPLES else ""
-        _add(table, repair.pass_name, _story(repair.text, ", ".join(repair.nodes[:EXAMPLES]) + more))
-    return _ended(table, len(report.repairs))
+        yield _entry(f"{repair.text or repair.pass_name}: {', '.join(repair.nodes[:EXAMPLES])}{more}")
+    yield from _rest(len(repairs), SHOWN)
 
 
-def _weights(report: ConversionReport) -> Table | None:
+def _weights(report: ConversionReport) -> Iterator[Line]:
     """Weights with numbers that overflowed or became 0; subnormal ones lost digits only, and are in the totals."""
     lost = [weight for weight in report.weights if weight.ledger.overflow or weight.ledger.flushed]
     if not lost:
-        return None
-    table = _new_table("weights that lost numbers", "tensor", "elements", "over\n65504", "became\n0", "subnormal")
-    table.padding, table.show_edge = 0, False  # room for the names
+        return
+    yield _heading("weights that lost numbers")
     for weight in sorted(lost, key=lambda weight: (-weight.ledger.overflow, -weight.ledger.flushed))[:SHOWN]:
-        counts = (weight.elements, weight.ledger.overflow, weight.ledger.flushed, weight.ledger.subnormal)
-        _add(table, weight.name, *(f"{count:,}" for count in counts))
-    return _ended(table, len(lost))
+        effects = weights_line(asdict(weight.ledger), report.dtype).removeprefix("weights").strip()
+        yield _entry(f"{weight.name}: of {weight.elements:,} numbers {effects}")
+    yield from _rest(len(lost), SHOWN)
 
 
 def _facts(report: ConversionReport, source_bytes: int | None, size_bytes: int | None, *, certified: bool) -> list[str]:
     ledger, nodes = report.ledger, _counted(report.float_nodes, "node")
     without = f", {report.unsupported_nodes} more have no {report.dtype}" if report.unsupported_nodes else ""
     casts = _counted(abs(report.casts_added), "cast") + (" fewer" if report.casts_added < 0 else " added")
-    lines = [f"{report.dtype:<9} {report.fp16_nodes} of {nodes} that compute on floats{without}; {casts}"]
+    lines = [f"{report.dtype:<9} {report.fp16_nodes} of the {nodes} that compute on floats{without}; {casts}"]
     if report.converted_before:
         lines.insert(0, "the model had been converted with these settings before, and is unchanged")
     if report.random_nodes:
         more = f" and {len(report.random_nodes) - EXAMPLES} more" if len(report.random_nodes) > EXAMPLES else ""
         drawn = f"{', '.join(report.random_nodes[:EXAMPLES])}{more}"
         lines.append(f"random    {drawn}: their outputs differ from run to run, and a comparison proves little about them")
-    if certified:
-        return lines
-    lines.append(f"rounding  {ledger.overflow:,} overflow, {ledger.flushed:,} flushed, {ledger.subnormal:,} subnormal")
-    if size_bytes is not None and source_bytes:
-        lines.append(f"size      {size_bytes:,} bytes, {size_bytes / source_bytes:.0%} of float32's {source_bytes:,}")
+    lines.append(weights_line(asdict(ledger), report.dtype))
+    if not certified and size_bytes is not None and source_bytes:
+        lines.append(size_line(size_bytes, source_bytes, size_bytes / source_bytes))
     return lines
 
 
-def _new_table(title: str, *columns: str) -> Table:
-    table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1), pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+def _heading(text: str) -> Line:
+    return Line(text, hanging=0, style="bold")
 
 
-def _story(*parts: str) -> str:
-    """Lines of one cell: names are long, and columns beside each other would break them."""
-    return "\n  ".join(part for part in parts if part)
+def _entry(text: str, indent: int = 2) -> Line:
+    return Line(f"{' ' * indent}{text}", hanging=indent + 2)
 
 
-def _add(table: Table, *cells: str) -> None:
-    table.add_row(*(Text(cell) for cell in cells))  # a Text: brackets in a model's names are no markup
+def _place(name: str, *where: str | None) -> str:
+    return ", ".join(part for part in (name, *where) if part)
 
 
-def _ended(table: Table, total: int) -> Table:
-    if total > SHOWN:
-        table.caption = Text(f"and {total - SHOWN} more; --json lists all")
-        table.caption_justify = "left"
-    return table
+def _rest(total: int, shown: int, indent: int = 2) -> Iterator[Line]:
+    if total > shown:
+        yield _entry(f"and {total - shown} more; --json lists all", indent)
 
 
-def _counted(count: int, noun: str, form: str = "") -> str:
-    return f"{count:{form}} {noun}" if count == 1 else f"{count:{form}} {noun}s"
+def _counted(count: int, noun: str, plural: str = "") -> str:
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def placement_lines(placement: Placement) -> list[str]:
-    """Return the placement in a few lines: nodes per provider, casts, copies, islands, and CUDA's warnings."""
-    nodes = ", ".join(f"{sum(counts.values())} on {_provider(name)}" for name, counts in placement.assigned.items()) or "none"
-    casts = f"casts {placement.casts_in_file} in the file"
+    """Return the placement in a few lines: nodes per provider, casts, copies, float32 nodes, and CUDA's warnings."""
+    nodes = [f"{_counted(sum(counts.values()), 'node')} on {_provider(name)}" for name, counts in placement.assigned.items()]
+    casts = f"{_counted(placement.casts_in_file, 'cast')} in the file"
     if placement.casts_at_runtime is not None:
-        casts += f", {placement.casts_at_runtime} when it runs; copies {placement.copies}"
-    lines = [f"placement {nodes}; {casts}; float32 islands {len(placement.islands)}"]
+        casts += f" and {placement.casts_at_runtime} once it is optimized"
+    parts = [", ".join(nodes) or "no nodes", casts]
+    parts += [f"{_counted(placement.copies, 'copy', 'copies')} between CPU and GPU"] if placement.copies else []
+    if placement.islands:
+        parts.append(f"{_counted(len(placement.islands), 'group')} of float32 nodes between casts")
+    lines = [f"placement in ONNX Runtime {placement.runtime}: {'; '.join(parts)}"]
     lines += [f"runtime   {crash}" for crash in placement.crashes]
     lines += cuda_lines(placement.cuda)
     return lines
 
 
-def placement_table(placement: Placement) -> Group:
-    """Return the whole placement: operators per provider, islands with their reasons, and CUDA's warnings."""
-    providers = _new_table(
-        f"placement by ONNX Runtime {placement.runtime} at {placement.level}", "provider", "nodes", "operators"
-    )
-    for name, counts in placement.assigned.items():
-        _add(providers, _provider(name), str(sum(counts.values())), _kinds(counts))
-    islands = _new_table("float32 islands", "reason and nodes", "operators")
+def placement_list(placement: Placement) -> Group:
+    """Return the operators per provider, and the groups of float32 nodes with their reasons."""
+    lines = [_heading(f"placement by ONNX Runtime {placement.runtime}, optimized at {placement.level}")]
+    lines += [
+        _entry(f"{_counted(sum(counts.values()), 'node')} on {_provider(name)}: {_kinds(counts)}")
+        for name, counts in placement.assigned.items()
+    ]
+    if placement.islands:
+        lines.append(_heading("groups of float32 nodes between casts"))
     for island in placement.islands:
-        names = ", ".join(island.nodes[:LISTED]) + (
-            f" and {len(island.nodes) - LISTED} more" if len(island.nodes) > LISTED else ""
-        )
-        reason = "; ".join(island.reasons) or "the model has it so"
-        _add(islands, f"{reason}\n  {names}", _kinds(island.op_types))
-    return Group(providers, *([islands] if placement.islands else []), *(Text(line) for line in placement_lines(placement)))
+        more = f" and {len(island.nodes) - LISTED} more" if len(island.nodes) > LISTED else ""
+        lines.append(_entry(f"{_kinds(island.op_types)}: {'; '.join(island.reasons) or 'the model has it so'}"))
+        lines.append(_entry(f"{', '.join(island.nodes[:LISTED])}{more}", 4))
+    return Group(*lines)
 
 
 def cuda_lines(warnings: tuple[CudaWarning, ...]) -> list[str]:
@@ -269,15 +250,14 @@ def _provider(provider: str) -> str:
     return provider.removesuffix("ExecutionProvider")
 
 
-def search_table(result: SearchResult) -> Group:
+def search_lines(result: SearchResult) -> Group:
     """Render the nodes to keep where they meet the budget, the totals, and what is over budget."""
-    spent = f"{_counted(result.runs, 'run', ',')}, {result.seconds / 60:.1f} min"
-    lines = [f"searched  {_counted(result.candidates, 'node', ',')} in {spent}: {_outcome(result)}"]
+    spent = f"{_counted(result.runs, 'run')}, {result.seconds / 60:.1f} min"
+    lines = [f"searched  {_counted(result.candidates, 'node')} in {spent}: {_outcome(result)}"]
     lines += [f"over      {text}" for text in result.violations[:NODES_SHOWN]]
     if result.explanation:
         lines.append(f"note      {result.explanation}")
-    texts = [Text(line) for line in lines]
-    return Group(_needed(result), *texts) if result.kept and result.passed else Group(*texts)
+    return Group(*(_needed(result) if result.passed else ()), *map(Line, lines))
 
 
 def _outcome(result: SearchResult) -> str:
@@ -289,42 +269,30 @@ def _outcome(result: SearchResult) -> str:
     return f"{count} must stay float32" if result.minimal else f"{count} in float32 are enough, perhaps fewer"
 
 
-def _needed(result: SearchResult) -> Table:
-    table = Table(
-        title=Text(f"{_counted(len(result.kept), 'node', ',')} to keep in float32"),
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        padding=0,
-        show_edge=False,
-    )
-    rows = [_cells(kept) for kept in result.kept[:NODES_SHOWN]]
-    # A narrow terminal has no room for empty columns.
-    shown = [place for place in range(len(COSTS)) if any(row[place] for row in rows)]
-    table.add_column("node and reason", overflow="fold")
-    for place in shown:
-        table.add_column(COSTS[place], justify="right", no_wrap=True)
-    for kept, row in zip(result.kept, rows, strict=False):
-        where = " ".join(part for part in (kept.module, kept.source) if part)
-        _add(table, _story(f"{kept.node} ({kept.op_type})", where, kept.reason), *(row[place] for place in shown))
-    if len(result.kept) > NODES_SHOWN:
-        table.caption = Text(f"and {len(result.kept) - NODES_SHOWN} more; --json lists all")
-        table.caption_justify = "left"
-    return table
+def _needed(result: SearchResult) -> Iterator[Line]:
+    if not result.kept:
+        return
+    yield _heading(f"{_counted(len(result.kept), 'node')} to keep in float32")
+    for kept in result.kept[:NODES_SHOWN]:
+        yield _entry(_place(f"{kept.node} ({kept.op_type})", kept.module, kept.source))
+        yield _entry("; ".join((kept.reason, *_costs(kept))), 4)
+    yield from _rest(len(result.kept), NODES_SHOWN)
 
 
-def _cells(kept: KeptNodeCost) -> tuple[str, ...]:
-    return (
-        _error_cell(kept.local_error),
-        _error_cell(kept.propagated_error),
-        f"{kept.cost.casts:+d}" if kept.cost.casts else "",
-        f"{kept.cost.weight_bytes:,}" if kept.cost.weight_bytes else "",
-    )
+def _costs(kept: KeptNodeCost) -> Iterator[str]:
+    """Yield a node's errors in half precision, and what float32 costs."""
+    errors = ((kept.local_error, "of its own result"), (kept.propagated_error, "at the model's outputs"))
+    texts = [f"{_error(error)} {place}" for error, place in errors if error is not None]
+    if texts:
+        yield f"scaled error {' and '.join(texts)}"
+    costs = [_counted(kept.cost.casts, "cast")] if kept.cost.casts else []
+    costs += [f"{kept.cost.weight_bytes:,} bytes"] if kept.cost.weight_bytes else []
+    if costs:
+        yield f"costs {' and '.join(costs)}"
 
 
-def _error_cell(error: float | None) -> str:
-    if error is None:
-        return ""
-    return f"{error:.1e}" if math.isfinite(error) else "NaN or inf"
+def _error(error: float) -> str:
+    return f"{error:.1e}" if math.isfinite(error) else "NaN or infinity"
 
 
 @contextmanager

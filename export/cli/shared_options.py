@@ -31,6 +31,7 @@ repository_version = partial(typer.Option, rich_help_panel="Model repository")
 MAX_BATCH_SIZE = RepositoryTarget.max_batch_size
 
 MinAgreement: TypeAlias = Annotated[float, budget_limit(help="Least share of samples with the reference's argmax.")]
+HtmlPage: TypeAlias = Annotated[Path | None, report(help="Write an HTML page with tables and plots to this file.")]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -66,7 +67,7 @@ class VerdictFiles:
     """Files that hold the verdict, and the key that signs it."""
 
     certificate: Annotated[Path | None, report(help="Write the verdict to this JSON file too.")] = None
-    html: Annotated[bool, report("--html", help="Write it as an HTML page beside --certificate too.")] = False
+    html: HtmlPage = None
     certificate_key: Annotated[
         Path | None,
         report(
@@ -78,21 +79,17 @@ class VerdictFiles:
         """Return the files to write with a model: its certificate as JSON, and as an HTML page.
 
         Raises:
-            UsageError: `html` without a certificate.
             ExportError: One of the two cannot be written, or is one of the `others`, which the command reads or writes besides.
         """
-        if self.html and self.certificate is None:
-            raise UsageError("--html writes its page beside the certificate; give --certificate PATH too")
-        page = self.certificate.with_suffix(".html") if self.html and self.certificate is not None else None
         require_output(self.certificate, "the certificate", others=others)
-        require_output(page, "the page", others=(*others, self.certificate))
+        require_output(self.html, "the page", others=(*others, self.certificate))
 
         def files(verdict: Certificate) -> Sequence[tuple[Path, bytes]]:
             found = [] if self.certificate is None else [(self.certificate, verdict.to_bytes())]
-            if page is not None:
+            if self.html is not None:
                 from halfserve.export.certificate.html import certificate_page  # noqa: PLC0415  (plots are slow to import)
 
-                found.append((page, certificate_page(verdict).encode()))
+                found.append((self.html, certificate_page(verdict).encode()))
             return found
 
         return files
@@ -106,7 +103,10 @@ class VersionOptions:
     version: Annotated[int | None, repository_version(help="The version; the next free one by default.")] = None
     max_batch_size: Annotated[int | None, repository_version(help="Largest batch that the server may form.")] = MAX_BATCH_SIZE
     fp32_twin: Annotated[
-        bool, repository_version("--fp32-twin", help="Put the float32 model there too, for a server that can fall back on it.")
+        bool,
+        repository_version(
+            "--fp32-twin", help="Add the float32 model to the version too, for a server that can fall back on it."
+        ),
     ] = False
 
     def target(self, repository: str, *, default_name: str, task: Task | None = None) -> RepositoryTarget:

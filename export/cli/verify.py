@@ -23,6 +23,7 @@ from halfserve.export.certificate.table import certificate_table
 from halfserve.export.cli.shared_options import (
     EXIT_CODES,
     BudgetOptions,
+    HtmlPage,
     budget_limit,
     hint_for_synthetic_inputs,
     report,
@@ -72,9 +73,11 @@ class ComparedSamples:
 class VerifiedBudget(BudgetOptions):
     """Limits of the errors and of what the inputs may do, for models of every type."""
 
-    max_non_finite: Annotated[int, budget_limit(help="How many NaN or infinite values the reference need not have.")] = 0
+    max_non_finite: Annotated[
+        int, budget_limit(help="Number of values that may be NaN or infinite where the reference's are not.")
+    ] = 0
     min_headroom: Annotated[
-        float, budget_limit(help="How many times larger than the samples inputs must be able to grow; 1 asks for nothing.")
+        float, budget_limit(help="Factor by which inputs larger than the samples must pass too; 1 requires nothing.")
     ] = 1.0
 
     def budgets(self) -> dict[HalfName, Budget]:
@@ -91,7 +94,10 @@ class TargetOptions:
 
     accumulators: Annotated[
         Accumulators,
-        _target(help="In what the target sums: ONNX Runtime in float32, strongly typed TensorRT perhaps in float16."),
+        _target(
+            help="Type in which the target adds up products: float32 in ONNX Runtime, perhaps float16 in strongly "
+            "typed TensorRT."
+        ),
     ] = "float32"
     provider: Annotated[
         Literal["auto", "cpu", "cuda"],
@@ -100,8 +106,8 @@ class TargetOptions:
     precisions: Annotated[
         str,
         _target(
-            help="Precisions to judge the file in, such as float16,bfloat16; by default its own. In another one its "
-            "half-precision nodes and weights are rounded to that.",
+            help="Precisions to judge the file in, such as float16,bfloat16; by default its own. For another "
+            "precision, the file's half-precision nodes and weights are rounded to that precision.",
             show_default=False,
         ),
     ] = ""
@@ -119,8 +125,8 @@ def verify(
     given: ComparedSamples,
     budget: VerifiedBudget,
     target: TargetOptions,
-    html: Annotated[Path | None, report(help="Write the verdict as an HTML page with plots.")] = None,
-    certificate: Annotated[Path | None, report(help="Write the verdict as JSON.")] = None,
+    html: HtmlPage = None,
+    certificate: Annotated[Path | None, report(help="Write the verdict to this JSON file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Compare a half-precision ONNX model with the float32 one it was made from.
@@ -198,4 +204,4 @@ def _show(verdict: Certificate, html: Path | None, certificate: Path | None, *, 
     if as_json:
         typer.echo(json.dumps(verdict.to_json()))
     else:
-        Console().print(certificate_table(verdict))
+        Console().print(certificate_table(verdict), crop=False)

@@ -23,11 +23,11 @@ class SourceOptions:
     ] = None
     task: Annotated[
         str | None,
-        typer.Option(help="The task of a Hugging Face folder, such as embeddings; by default as its architecture says."),
+        typer.Option(help="The task of a Hugging Face folder, such as embeddings; by default from its architecture."),
     ] = None
     trust_pickle: Annotated[bool, typer.Option("--trust-pickle", help="Open a pickled module, which may run any code.")] = False
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python code that a Hugging Face folder brings.")
+        bool, typer.Option("--trust-remote-code", help="Run the Python code in a Hugging Face folder.")
     ] = False
     samples: Annotated[
         Path | None,

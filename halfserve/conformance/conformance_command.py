@@ -29,15 +29,15 @@ EXIT_CODES: dict[type[Exception], int] = {ConformanceTargetError: 3, OSError: 3}
 
 
 def conformance(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The server's gRPC port; - leaves gRPC out.")],
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address of the server's gRPC port; - skips gRPC.")],
     rest: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's REST port.")] = "",
     model: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A model to ask, once or more; without it, all that the server lists."),
+        typer.Option(metavar="NAME", help="A model to check; may be repeated; by default all that the server lists."),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write results as JSON.")] = None,
     junit_file: Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write results as JUnit XML.")] = None,
-    failures_only: Annotated[bool, typer.Option("--failures-only", help="Print the checks that fail alone.")] = False,
+    failures_only: Annotated[bool, typer.Option("--failures-only", help="Print only the checks that fail.")] = False,
 ) -> None:
     """Check a running server of any maker against the Open Inference Protocol (KServe v2), over gRPC and REST.
 
@@ -95,7 +95,7 @@ def _models(
     listed: Callable[[Target], list[str]],
     described: Callable[[Target, str], TargetModel],
 ) -> list[TargetModel]:
-    """Return the models to ask: those that are named, or the first of each set of data types that the server lists."""
+    """Return the models to ask: the named ones, or the first listed model of each set of data types."""
     found: dict[str, TargetModel] = {}
     for name in names or listed(target):
         try:

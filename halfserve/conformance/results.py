@@ -1,4 +1,4 @@
-"""What a run prints and writes: lines for each check, JSON, and JUnit's XML for CI systems."""
+"""Results of a run: printed lines for each check, JSON, and JUnit's XML for CI systems."""
 
 from __future__ import annotations
 

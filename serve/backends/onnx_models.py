@@ -122,8 +122,8 @@ class _Question:
             return ()
         if able and not found:
             logger.info(
-                "%s: is computed in float32, as no verdict says that %s is accurate enough, which this processor computes "
-                "faster; %s would find out",
+                "%s: is computed in float32. This processor is faster in %s, but no certificate says that the model is "
+                "accurate enough in it; to check that, run %s",
                 *(self.path, able[0], self._command(able[0])),
             )
         return found

@@ -35,7 +35,7 @@ from halfserve.serve.backends.torch_program import (
     upcast_tensor,
     written,
 )
-from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
+from halfserve.serve.engine.backend import ALLOW_CPU, DevicePlacement, ModelInterface
 from halfserve.serve.engine.errors import BackendError, ModelLoadError
 from halfserve.serve.engine.resource_limits import fewer_cores
 from halfserve.serve.engine.tensors import Array, Tensors
@@ -226,7 +226,7 @@ def chosen_device(path: Path, placement: DevicePlacement) -> torch.device:
     if placement.use_gpu and placement.device_id < torch.cuda.device_count():
         return torch.device("cuda", placement.device_id)
     if placement.require_gpu:
-        raise ModelLoadError(f"{path}: a GPU is required, but torch sees no CUDA device {placement.device_id}; allow the CPU")
+        raise ModelLoadError(f"{path}: a GPU is required, but torch sees no CUDA device {placement.device_id}; {ALLOW_CPU}")
     return CPU
 
 

@@ -82,20 +82,26 @@ class BenchArguments:
         ),
     ] = ADDRESS
     credentials: Credentials
-    version: Annotated[str, _requests(help="The model's version; without it, the server's choice.")] = ""
+    version: Annotated[str, _requests(help="The model's version; by default the server chooses.")] = ""
     concurrency: Annotated[
         str | None, _load(help=f"Requests in flight: 1,4,16 or 1:64:x2. Without it {DEFAULT_CONCURRENCIES}.")
     ] = None
     rate: Annotated[str | None, _load(help="Requests per second instead, sent whether earlier ones are answered or not.")] = (
         None
     )
-    arrivals: Annotated[Arrivals, _load(help="How the requests of a rate follow each other.")] = "poisson"
+    arrivals: Annotated[
+        Arrivals, _load(help="Intervals between the requests of a --rate: constant, or random as from many clients (poisson).")
+    ] = "poisson"
     replay: Annotated[
         str | None, _load(help="Captured requests at their arrival times instead: 1, or 2 for twice as fast, or 1,2,4.")
     ] = None
     seconds: Annotated[
         float | None,
-        _load(help="Length of each level, or of a window of it; by default 2, and a whole replay.", callback=_finite, min=0.01),
+        _load(
+            help="Seconds of each level, or of each window with --until-stable; by default 2, or the whole --replay.",
+            callback=_finite,
+            min=0.01,
+        ),
     ] = None
     requests: Annotated[int | None, _load(help="End each level after so many requests instead.", min=1)] = None
     until_stable: Annotated[
@@ -103,47 +109,64 @@ class BenchArguments:
     ] = False
     warmup: Annotated[float, _load(help="Seconds of unmeasured load before each level.", callback=_finite, min=0)] = 0.5
     max_latency_ms: Annotated[
-        float | None, _comparing(help="Find the highest load that keeps --percentile within this.", callback=_finite, min=0.001)
+        float | None,
+        _comparing(
+            help="Find the highest load at which --percentile of the latency is within this limit.", callback=_finite, min=0.001
+        ),
     ] = None
-    percentile: Annotated[float, _comparing(help="Of the latency, to be kept or stable.", callback=_finite, min=1, max=100)] = (
-        99.0
-    )
+    percentile: Annotated[
+        float,
+        _comparing(help="Percentile of the latency for --max-latency-ms and --until-stable.", callback=_finite, min=1, max=100),
+    ] = 99.0
     goodput_ms: Annotated[
-        float | None, _comparing(help="Count what is answered within this too.", callback=_finite, min=0.001)
+        float | None,
+        _comparing(help="Count the requests that are answered within this many milliseconds too.", callback=_finite, min=0.001),
     ] = None
     against: Annotated[
         list[str] | None,
-        _comparing(help="HOST:PORT/MODEL, or MODEL of the same server, to compare with, in turn; or MODEL/VERSION."),
+        _comparing(
+            help="Compare with this model, in turn: MODEL or MODEL/VERSION of the same server, or HOST:PORT/MODEL; may"
+            " be repeated."
+        ),
     ] = None
     rounds: Annotated[int, _comparing(help="Rounds of a comparison.", min=1)] = 5
     batch_size: Annotated[str, _requests(help="Rows per request: 1 or 1,8,32.")] = "1"
     shape: Annotated[
         list[str] | None,
-        _requests(help="NAME:SIZES without the batch size, for variable sizes; several take turns. Else usual ones."),
+        _requests(
+            help="NAME:SIZES of an input with variable sizes, without the batch size; several take turns; by default "
+            "usual sizes."
+        ),
     ] = None
     parameter: Annotated[list[str] | None, _requests(help="NAME=VALUE of every request, such as priority=1.")] = None
-    inputs: Annotated[list[str] | None, _requests("--input", help="NAME=FILE.npy with rows to send, or JSON.")] = None
-    data: Annotated[str, _requests(help="Other inputs: random, zeros, FILE.npz, or a FOLDER of captured requests.")] = "random"
+    inputs: Annotated[
+        list[str] | None, _requests("--input", help="NAME=FILE.npy with rows to send, or NAME=JSON; may be repeated.")
+    ] = None
+    data: Annotated[
+        str, _requests(help="Values of the other inputs: random, zeros, FILE.npz, or a FOLDER of captured requests.")
+    ] = "random"
     endpoint: Annotated[
         str | None, _requests(help="REST path to send texts to: /embed, /v1/embeddings, ..., or http://HOST:PORT/embed.")
     ] = None
-    texts: Annotated[Path | None, _requests(help="File with a text in each line for --endpoint; else made-up ones.")] = None
-    streaming: Annotated[bool, _requests("--streaming", help="Over ModelStreamInfer.")] = False
+    texts: Annotated[Path | None, _requests(help="File with one text per line for --endpoint; by default made-up texts.")] = (
+        None
+    )
+    streaming: Annotated[bool, _requests("--streaming", help="Send the requests over one stream (ModelStreamInfer).")] = False
     shared_memory: Annotated[
         Literal["none", "system", "cuda"],
         _requests(help="Leave tensors in memory that the server reads: the system's, or the first CUDA device's."),
     ] = "none"
     processes: Annotated[
-        int | None, _load(help="Processes that generate the load; without it, what the machine gives.", min=1)
+        int | None, _load(help="Processes that generate the load; by default chosen for this machine.", min=1)
     ] = None
     connections: Annotated[
-        int | None, _load(help="To the server, more where these are full; without it, one per process.", min=1)
+        int | None, _load(help="Connections to the server, and more when these are full; by default one per process.", min=1)
     ] = None
     timeout: Annotated[float, _load(help="Deadline of each request, in seconds.", callback=_finite, min=0.001)] = 30.0
     output: Annotated[Path | None, _report(help="Write the figures to this JSON file.")] = None
     csv: Annotated[Path | None, _report(help="Write a line per level to this CSV file.")] = None
-    html: Annotated[Path | None, _report(help="Write one page with tables and plots.")] = None
-    hgrm: Annotated[Path | None, _report(help="Write latency distributions as HdrHistogram's text.")] = None
+    html: Annotated[Path | None, _report(help="Write an HTML page with tables and plots to this file.")] = None
+    hgrm: Annotated[Path | None, _report(help="Write latency distributions to this file, as HdrHistogram's text.")] = None
     as_json: AsJson = False
 
     def campaign(self, models: Sequence[str]) -> Campaign:
@@ -264,7 +287,9 @@ class BenchArguments:
 
 @takes_option_groups
 def bench(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="The model; requests go to several in turn.")],
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL...", help="The model; with several models, requests take turns.")
+    ],
     *,
     arguments: BenchArguments,
 ) -> None:
@@ -354,7 +379,7 @@ def _show(report: BenchmarkReport, *, as_json: bool) -> None:
         typer.echo(json.dumps(report.to_json(), allow_nan=False))
     else:
         console = PipedConsole()
-        for table in tables(report):
+        for table in tables(report, narrow=True):
             console.print(table)
         for line in report.failures():
             console.print(line, highlight=False, markup=False, soft_wrap=True)

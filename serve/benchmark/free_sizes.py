@@ -13,7 +13,7 @@ SAMPLE_SHAPES = "halfserve.sample_shapes"  # parameter of the model's configurat
 TOKENS, PIXELS, ANY = 128, 224, 16
 CHANNELS = (1, 3, 4)
 IMAGE_DIMENSIONS = 3  # channels, height and width
-Shapes = Mapping[str, Sequence[int]]  # by input, without the batch dimension; -1 is any size
+Shapes = Mapping[str, Sequence[int]]  # shapes by input, without the batch dimension; -1 is any size
 
 
 class FreeSizes:

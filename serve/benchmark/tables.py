@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 from rich import box
@@ -14,40 +14,46 @@ from halfserve.serve.benchmark.benchmark_report import BenchmarkReport
 from halfserve.serve.benchmark.comparison import Spread
 from halfserve.serve.benchmark.level import Level, Load, ServerTotals
 from halfserve.serve.benchmark.load.spec import LoadStatistics
-from halfserve.serve.client.cli.display import printable
+from halfserve.serve.client.cli.display import printable, short_names
 
-LATENCY_HEADINGS = ("p50\nms", "p99\nms", "max\nms")
 LONGEST_NAME = 16  # longest name of a target in a comparison table
-SERVER_HEADINGS = ("mean\nbatch", "queue\nms", "compute\nms")
+HEADINGS = ("p50 ms", "p99 ms", "max ms", "mean batch", "queue ms", "compute ms")
 
 
-def tables(report: BenchmarkReport) -> Iterator[Table]:
+def tables(report: BenchmarkReport, *, narrow: bool = False) -> Iterator[Table]:
+    """Yield a report's tables; `narrow` leaves out what does not fit into 80 columns, which the files of the report have."""
     if report.comparison:
-        yield comparison_table(report)
+        yield comparison_table(report, narrow=narrow)
         if report.differences:
             yield differences_table(report)
     else:
-        yield levels_table(report)
+        yield levels_table(report, narrow=narrow)
     if any(len(level.models) > 1 for level in report.levels):
         yield models_table(report.levels)
 
 
-def levels_table(report: BenchmarkReport) -> Table:
+def levels_table(report: BenchmarkReport, *, narrow: bool = False) -> Table:
     levels = report.levels
     per_row = any(level.batch_size > 1 for level in levels)
     sizes, goodput = len({level.batch_size for level in levels}) > 1, any(level.goodput_ms for level in levels)
     rates = any(level.load.rate is not None for level in levels)
     table = Table(title=report.title, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    headings = [*(["rows"] if sizes else []), "asked\n/s" if rates else "in\nflight", "requests\n/s"]
-    headings += [*(["rows/s"] if per_row else []), *(["goodput\n/s"] if goodput else [])]
-    for heading in (*headings, *LATENCY_HEADINGS, *SERVER_HEADINGS, "errors"):
+    headings = [*(["rows"] if sizes else []), _load_heading(rates=rates), "requests/s"]
+    headings += [*(["rows/s"] if per_row else []), *(["goodput/s"] if goodput else [])]
+    left_out = ["max ms"] if narrow and (per_row or goodput) else []
+    left_out += ["mean batch"] if narrow and (sizes or goodput) else []
+    left_out += ["queue ms"] if narrow and per_row and goodput else []
+    shown = [heading for heading in HEADINGS if heading not in left_out]
+    for heading in (*headings, *shown, "errors"):
         table.add_column(heading, justify="right", no_wrap=True)
     for level in levels:
         cells = [f"{level.batch_size:g}"] if sizes else []
         cells += [f"{level.load.amount:g}", f"{level.requests_per_second:.0f}"]
         cells += [f"{level.requests_per_second * level.batch_size:.0f}"] if per_row else []
         cells += ["-" if level.goodput_per_second is None else f"{level.goodput_per_second:.0f}"] if goodput else []
-        table.add_row(*cells, *_shared_cells(level), style="bold" if level is report.best else None)
+        figures = dict(zip(HEADINGS, _figures(level), strict=True))
+        cells += [*(figures[heading] for heading in shown), str(level.failed)]
+        table.add_row(*cells, style="bold" if level is report.best else None)
     return table
 
 
@@ -65,7 +71,7 @@ def models_table(levels: Sequence[Level]) -> Table:
     """Results of each model of a mixed load."""
     table = Table(title="by model", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("load")
-    for heading in ("model", "requests\n/s", "p50\nms", "p99\nms"):
+    for heading in ("model", "requests/s", "p50 ms", "p99 ms"):
         table.add_column(heading, justify="right")
     for level in levels:
         for name, latencies in zip(level.models, level.tally.latencies, strict=False):
@@ -76,32 +82,25 @@ def models_table(levels: Sequence[Level]) -> Table:
     return table
 
 
-def comparison_table(report: BenchmarkReport) -> Table:
+def comparison_table(report: BenchmarkReport, *, narrow: bool = False) -> Table:
     """Return each target under each load: medians over the rounds, ratios with their spread."""
     rounds = len(report.comparison[0].rounds)
     base = report.comparison[0].name
     title = f"medians of {rounds} interleaved rounds; ratios to {base}: median, smallest-largest"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    rates = report.comparison[0].load.rate is not None
-    table.add_column("asked\n/s" if rates else "in\nflight", justify="right")
-    shown = _short_names(table, (line.name for line in report.comparison))
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column(_load_heading(rates=report.comparison[0].load.rate is not None), justify="right")
+    shown = short_names(table, [line.name for line in report.comparison], LONGEST_NAME, "target")
     table.add_column("target", no_wrap=True)
-    for heading in ("requests\n/s", "p50\nms", "p99\nms", "mean\nbatch", "rate\nratio", "p99\nratio", "errors"):
+    batches = () if narrow else ("mean batch",)
+    for heading in ("requests/s", "p50 ms", "p99 ms", *batches, "rate ratio", "p99 ratio", "errors"):
         table.add_column(heading, justify="right", no_wrap=True)
     for line in report.comparison:
         batch = "-" if line.mean_batch_size is None else f"{line.mean_batch_size:.1f}"
-        figures = (f"{line.per_second.median:.0f}", _ms(line.p50_ms.median), _ms(line.p99_ms.median), batch)
+        figures = [f"{line.per_second.median:.0f}", _ms(line.p50_ms.median), _ms(line.p99_ms.median)]
+        figures += [batch] if batches else []
         ratios = ("", "") if line.name == base else (_ratio(line.rate_ratio), _ratio(line.p99_ratio))
         table.add_row(f"{line.load.amount:g}", shown[line.name], *figures, *ratios, str(line.failed))
     return table
-
-
-def _short_names(table: Table, names: Iterable[str]) -> dict[str, str]:
-    """Short form of each name for a table: long names become numbers, which the caption explains."""
-    distinct = dict.fromkeys(names)
-    shown = {name: name if len(name) <= LONGEST_NAME else f"target {number}" for number, name in enumerate(distinct, 1)}
-    table.caption = "\n".join(f"{short}: {printable(name)}" for name, short in shown.items() if short != name) or None
-    return shown
 
 
 def _ratio(spread: Spread) -> str:
@@ -110,30 +109,41 @@ def _ratio(spread: Spread) -> str:
 
 def differences_table(report: BenchmarkReport) -> Table:
     table = Table(title="the same inputs, answers compared", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    figures = ("answers\ndiffer", "largest\nerror", "of the\nlargest", "argmax\nagrees", "mis-\nmatched")
-    for heading in ("target", "output", *figures):
-        table.add_column(heading, justify="left" if heading in ("target", "output") else "right", overflow="fold")
-    # The numbers are those of the comparison's table.
-    shown = _short_names(table, [*(line.name for line in report.comparison), *(one.name for one in report.differences)])
+    unequal = any(d.mismatched for one in report.differences for d in one.outputs)
+    headings = ("differ", "error", "scaled error", "agreement", *(["unequal"] if unequal else []))
+    table.add_column("target", no_wrap=True)
+    table.add_column("output", overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    targets = [line.name for line in report.comparison]
+    shown = short_names(table, [one.name for one in report.differences], LONGEST_NAME, "target", targets)
     for one in report.differences:
         for d in one.outputs:
             agreement = "-" if d.agreement is None else f"{d.agreement:.2%}"
-            differing = f"{d.differing}/{one.requests}"
-            errors = (f"{d.max_abs:.2g}", f"{d.scaled:.2e}", agreement, str(d.mismatched))
-            table.add_row(shown[one.name], d.output, differing, *errors)
+            errors = (f"{d.max_abs:.2g}", f"{d.scaled:.2g}", agreement, *([str(d.mismatched)] if unequal else []))
+            table.add_row(shown[one.name], d.output, f"{d.differing}/{one.requests}", *errors)
         for output in one.not_compared:
-            table.add_row(shown[one.name], output, "", "not in both", "", "", "")
+            table.add_row(shown[one.name], f"{output} (not in both)")
         if one.failed:
-            table.add_row(shown[one.name], "(no answer)", f"{one.failed}/{one.requests}", "on one side", "", "", "")
+            table.add_row(shown[one.name], "(no answer on one side)", f"{one.failed}/{one.requests}")
+    meaning = [
+        "differ: answers that are not equal; error: the largest difference; scaled: as a share of the answer's largest value",
+        *(["unequal: elements with NaN or infinity on one side only, or texts that differ"] if unequal else []),
+    ]
+    table.caption = "\n".join([*([str(table.caption)] if table.caption else []), *meaning])
     return table
 
 
-def _shared_cells(level: Level) -> list[str]:
+def _load_heading(*, rates: bool) -> str:
+    return "asked/s" if rates else "in flight"
+
+
+def _figures(level: Level) -> list[str]:
+    """Return the cells of HEADINGS."""
     latency, server = level.latency, level.server or ServerTotals()
     return [
         *(_ms(value) for value in (latency.p50, latency.p99, latency.max)),
         *("-" if value is None else _ms(value) for value in (server.mean_batch_size, server.queue_ms, server.compute_ms)),
-        str(level.failed),
     ]
 
 

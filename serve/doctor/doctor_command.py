@@ -116,7 +116,7 @@ def _of_cuda(facts: dict[str, Facts]) -> Iterator[Diagnosis]:
     tried = facts["cuda"].get("tried", {"a model": facts["cuda"].get("error", "")})
     for operator, failure in tried.items():
         if failure:
-            problem = failure.removeprefix("a GPU is required, but ").partition("; allow the CPU, or add")[0]
+            problem = failure.removeprefix("a GPU is required, but ").partition("; allow the CPU")[0]
             yield Diagnosis(
                 problem=f"{operator} is not computed on CUDA: {problem}", remedy=install_hint("cuda"), is_broken=True
             )

@@ -148,6 +148,10 @@ class CpuPrecision(StrEnum):
     FLOAT16 = "float16"
 
 
+# What to do where a model or the server requires a GPU that is not there.
+ALLOW_CPU: Final = "allow the CPU (kind: KIND_CPU in config.pbtxt's instance_group, and no --require-gpu)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DevicePlacement:
     """Device and CPU settings to load a model with.

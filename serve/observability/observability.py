@@ -43,7 +43,9 @@ class Observability:
         """
         self._options = options
         self._figures = core.figures
-        self.logs = LogSettings(access_log=options.access_log, access_log_every=options.access_log_every)
+        self.logs = LogSettings(
+            log_verbose_level=options.log_verbose, access_log=options.access_log, access_log_every=options.access_log_every
+        )
         self.trace_to = destination(options, os.environ)
         self.traces = TraceControl(settings_at_start(options, os.environ))
         self.observer = Observer(core, status_name)
@@ -55,6 +57,8 @@ class Observability:
         self._capture: Capture | None = None
         self._check()
         self._capture = self._start_capture(core)
+        if options.log_verbose:
+            self._filter.apply(self.logs, logging.getLogger())
         self._follow()
 
     def update_logs(self, changes: Mapping[str, Value]) -> None:

@@ -39,6 +39,7 @@ class ObserveOptions:
     """Access log and traces at the start. All settings but the destinations can be changed while the server runs.
 
     Attributes:
+        log_verbose: level of verbosity of the log; from 1 on, debugging messages are written.
         access_log: selects the requests that are logged.
         access_log_file: gets one JSON object per line; None is standard error.
         access_log_every: under SAMPLED, one in this many answered requests is logged.
@@ -54,6 +55,7 @@ class ObserveOptions:
         process: number of this server process among the writers of the same files; None if it is the only one.
     """
 
+    log_verbose: int = 0
     access_log: AccessLog = AccessLog.OFF
     access_log_file: Path | None = None
     access_log_every: int = 100

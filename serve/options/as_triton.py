@@ -29,7 +29,10 @@ class AsTriton:
             help="Regular expression: headers of gRPC calls with such names become parameters of their inference requests."
         ),
     ] = None
-    http_header_forward_pattern: Annotated[str | None, _as_triton(help="The same for HTTP requests.")] = None
+    http_header_forward_pattern: Annotated[
+        str | None,
+        _as_triton(help="Regular expression: HTTP headers with such names become parameters of their inference requests."),
+    ] = None
     metrics_config: Annotated[
         list[str] | None,
         typer.Option(
@@ -55,7 +58,8 @@ class AsTriton:
         bool,
         _as_triton(
             "--strict-readiness",
-            help="Be ready while every model is that was not unloaded; otherwise models that are refused do not count.",
+            help="Report the server as ready only while each model that was not unloaded is ready; without it, models "
+            "that are refused do not count.",
         ),
     ] = False
     server_name: Annotated[str, _as_triton(help="Name of the server in its metadata; Triton's is triton.")] = SERVER_NAME

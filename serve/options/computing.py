@@ -35,13 +35,17 @@ class Batching:
     max_queue_delay_us: Annotated[
         int,
         _batching(
-            min=0, max=HOUR_US, help="Microseconds a request may wait for others, where the model's config does not say."
+            min=0,
+            max=HOUR_US,
+            help="Microseconds that a request may wait for others to share its batch, where the model's config does not say.",
         ),
     ] = Defaults.max_queue_delay_us
     max_queue_size: Annotated[
         int, _batching(min=1, help="Requests that may wait for one model, where the model's config does not say.")
     ] = Defaults.max_queue_size
-    max_queue_mib: Annotated[int, _batching(min=1, help="MiB that these may hold.")] = Defaults.max_queue_mib
+    max_queue_mib: Annotated[int, _batching(min=1, help="MiB that the waiting requests of one model may hold.")] = (
+        Defaults.max_queue_mib
+    )
 
     def defaults(self) -> Defaults:
         """Return the settings of models whose config.pbtxt leaves them open."""
@@ -83,10 +87,10 @@ class Computing:
     processes: Annotated[
         str,
         _computing(
-            help="Whole server processes that answer as one behind the same ports; 'auto' is one a core, or one with a GPU."
+            help="Number of server processes behind the same ports; 'auto' is one per core, or a single one with a GPU."
         ),
     ] = "1"
-    cpu: Annotated[bool, _computing("--cpu", help="Stay on the CPU even where there is a GPU.")] = False
+    cpu: Annotated[bool, _computing("--cpu", help="Compute on the CPU even if there is a GPU.")] = False
     require_gpu: Annotated[bool, _computing("--require-gpu", help="Refuse to start without a GPU.")] = (
         DevicePlacement.require_gpu
     )
@@ -116,9 +120,12 @@ class Ending:
     """Options of the time after SIGTERM, and of a supervisor."""
 
     lame_duck_seconds: Annotated[
-        float, _ending(min=0, help="After SIGTERM, say for so long that the server is not ready, and serve on.")
+        float,
+        _ending(min=0, help="Seconds after SIGTERM during which the server reports that it is not ready, and still serves."),
     ] = ControlOptions.lame_duck_s
-    drain_seconds: Annotated[float, _ending(min=0.1, help="Time for requests in flight after SIGTERM.")] = ServerOptions.drain_s
+    drain_seconds: Annotated[float, _ending(min=0.1, help="Seconds that running requests may take after SIGTERM.")] = (
+        ServerOptions.drain_s
+    )
     supervise: Annotated[
         bool,
         _ending("--supervise", help="Serve in a worker process, and restart it when it ends; clients keep the address."),

@@ -41,7 +41,10 @@ class Listening:
     ] = None
     reuse_ports: Annotated[
         bool,
-        _as_triton("--reuse-ports", help="Share the ports of gRPC and HTTP with other servers that say so; not on Windows."),
+        _as_triton(
+            "--reuse-ports",
+            help="Share the ports of gRPC and HTTP with other servers that have this option too; not on Windows.",
+        ),
     ] = ServerOptions.reuse_ports
     metrics_port: Annotated[
         int | None,
@@ -74,7 +77,7 @@ class Listening:
         ),
     ] = HttpLimits.max_text_body_bytes // MIB
     transport: Annotated[
-        TransportName, _listening(help="What carries gRPC: libnghttp2 (fast) or grpcio's server (the reference).")
+        TransportName, _listening(help="Implementation of gRPC: nghttp2 (fast) or grpcio (the reference).")
     ] = ServerOptions.transport
     shared_memory: Annotated[
         bool,

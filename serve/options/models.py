@@ -38,9 +38,10 @@ class Models:
             help="Model to load at the start with --model-control explicit or --load-on-demand; may be repeated, '*' is all."
         ),
     ] = None
-    poll_seconds: Annotated[float, _models(min=0.1, help="Seconds between two looks at PATH, with poll or on demand.")] = (
-        ControlOptions.poll_interval_s
-    )
+    poll_seconds: Annotated[
+        float,
+        _models(min=0.1, help="Seconds between two checks of PATH for changes, with --model-control poll or --load-on-demand."),
+    ] = ControlOptions.poll_interval_s
     warm_up_seconds: Annotated[float, _models(min=0, help="Time for trying out a model's batch sizes before it serves.")] = (
         ControlOptions.warm_up_budget_s
     )
@@ -49,7 +50,8 @@ class Models:
         _models(
             min=1,
             max=86400,
-            help="Time for loading a model version, and again for trying it out; if that hangs, it is refused.",
+            help="Seconds that loading a model version may take, and again trying it out; a version that takes longer "
+            "is refused.",
         ),
     ] = ControlOptions.load_limit_s
     load_threads: Annotated[
@@ -62,7 +64,7 @@ class Models:
         ),
     ] = ControlOptions.load_threads
     model_config_name: Annotated[
-        str, _as_triton(help="Take a model's configs/NAME.pbtxt in place of its config.pbtxt, where it is there.")
+        str, _as_triton(help="Use a model's configs/NAME.pbtxt, if it exists, in place of its config.pbtxt.")
     ] = ControlOptions.config_name
     require_config: Annotated[
         bool,
@@ -70,14 +72,12 @@ class Models:
             "--require-config", help="Refuse models whose config.pbtxt does not name platform or backend, inputs and outputs."
         ),
     ] = ControlOptions.needs_config
-    keep_going: Annotated[bool, _models("--keep-going", help="Start with the models that can be served where one cannot.")] = (
+    keep_going: Annotated[bool, _models("--keep-going", help="Start even if some models cannot be served, without them.")] = (
         ControlOptions.keep_going
     )
     model_uploads: Annotated[
         bool,
-        _models(
-            "--model-uploads", help="Let load requests bring ONNX models and label files along (--model-control explicit)."
-        ),
+        _models("--model-uploads", help="Let load requests contain ONNX models and label files (--model-control explicit)."),
     ] = ControlOptions.uploads
     load_on_demand: Annotated[
         bool,
@@ -88,25 +88,26 @@ class Models:
         ),
     ] = ControlOptions.on_demand
     idle_unload_seconds: Annotated[
-        float, _on_demand(min=0, help="Unload models that had no request for so long; 0 for never.")
+        float, _on_demand(min=0, help="Unload a model after this many seconds without a request; 0 means never.")
     ] = ControlOptions.idle_unload_s
     max_loaded_mib: Annotated[
         float,
         _on_demand(
             min=0,
-            help="Most MiB of models that are loaded at once, by the size of their files times copies, over all --processes. "
-            "What was used longest ago makes room for what a request needs. 0 is bounded by the free memory alone.",
+            help="Limit of all loaded models in MiB: the size of their files times copies, over all --processes. The "
+            "model that was idle longest is unloaded to make room. With 0, the free memory is the only limit.",
         ),
     ] = 0.0
     storage_folder: Annotated[
         Path | None,
         _storage(
-            help="Folder for copies of models from object storage; by default ~/.cache/halfserve/storage. Servers share it.",
+            help="Folder for copies of models from object storage, which several servers may share; by default "
+            "~/.cache/halfserve/storage.",
             show_default=False,
         ),
     ] = None
     storage_gib: Annotated[
-        float, _storage(min=0.001, help="GiB that it may take; what no server uses makes room for what one needs.")
+        float, _storage(min=0.001, help="Limit of this folder in GiB; copies that no server uses are deleted to make room.")
     ] = DEFAULT_GIB
     trust_torch_archives: Annotated[
         bool,

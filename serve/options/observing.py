@@ -26,11 +26,16 @@ class Observing:
     access_log_file: Annotated[Path | None, _observing(help="File of the access log; standard error without one.")] = (
         ObserveOptions.access_log_file
     )
-    access_log_every: Annotated[int, _observing(min=1, help="Of sampled answers, one in so many.")] = (
+    access_log_every: Annotated[int, _observing(min=1, help="With --access-log sampled: log one answer in this many.")] = (
         ObserveOptions.access_log_every
     )
+    log_verbose: Annotated[
+        int,
+        _observing(min=0, help="From 1 on, log debugging messages, those of Python models too."),
+    ] = ObserveOptions.log_verbose
     log_format: Annotated[
-        LineFormat, _observing(help="The log's lines: text, or JSON objects; json prints the ready line as JSON too.")
+        LineFormat,
+        _observing(help="Format of log lines: text, or JSON objects; json prints the ready line as JSON too."),
     ] = LineFormat.TEXT
     trace_to: Annotated[
         str,
@@ -42,23 +47,24 @@ class Observing:
     trace_level: Annotated[
         TraceLevel, _observing(help="OFF traces nothing until a client changes the trace settings.", case_sensitive=False)
     ] = ObserveOptions.trace_level
-    trace_rate: Annotated[int, _observing(min=1, help="One request in so many is traced, unless its caller decides.")] = (
+    trace_rate: Annotated[int, _observing(min=1, help="Trace one request in this many, unless its headers decide.")] = (
         ObserveOptions.trace_rate
     )
-    trace_count: Annotated[int, _observing(min=-1, help="Number of traces after which no more are made; -1 is no limit.")] = (
+    trace_count: Annotated[int, _observing(min=-1, help="Stop after this many traces; -1 means no limit.")] = (
         ObserveOptions.trace_count
     )
     trace_log_frequency: Annotated[
-        int, _observing(min=0, help="Traces in one file before the next: FILE.0, FILE.1, and so on; 0 puts all in FILE.")
+        int, _observing(min=0, help="Begin a new file (FILE.0, FILE.1, ...) after this many traces; 0 puts all in FILE.")
     ] = ObserveOptions.trace_log_frequency
     capture: Annotated[
         Path | None, _capturing(help="Folder for the tensors of some requests, for replay and proofs.", show_default=False)
     ] = ObserveOptions.capture
     capture_share: Annotated[
-        float, _capturing(min=0, max=1, help="Share of requests to capture, unless a model's halfserve.capture says another.")
+        float,
+        _capturing(min=0, max=1, help="Share of requests to capture, unless a model sets halfserve.capture."),
     ] = ObserveOptions.capture_share
     capture_max_mib: Annotated[
-        int, _capturing(min=64, help="Size of the captured requests on the disk, in MiB; the oldest are deleted.")
+        int, _capturing(min=64, help="Most MiB of captured requests on disk; the oldest are deleted.")
     ] = ObserveOptions.capture_max_mib
 
     def observe(self, process: int | None) -> ObserveOptions:

@@ -23,12 +23,14 @@ class Securing:
     tls_cert: Annotated[
         Path | None, _security(help="PEM file of the server's certificate chain; turns TLS on, for REST too.")
     ] = None
-    tls_key: Annotated[Path | None, _security(help="PEM file of its private key.")] = None
-    tls_client_ca: Annotated[Path | None, _security(help="PEM file of who may have signed clients' certificates (mTLS).")] = (
-        TlsOptions.client_authorities
-    )
+    tls_key: Annotated[Path | None, _security(help="PEM file of the certificate's private key.")] = None
+    tls_client_ca: Annotated[
+        Path | None,
+        _security(help="PEM file of the authorities that sign clients' certificates; other clients are refused (mTLS)."),
+    ] = TlsOptions.client_authorities
     token_file: Annotated[
-        Path | None, _security(help="Lines that `halfserve token --add-to` writes; who has none of these tokens is not let in.")
+        Path | None,
+        _security(help="File that `halfserve token --add-to` writes; clients without one of its tokens are refused."),
     ] = SecurityOptions.token_file
     certificate_key: Annotated[
         Path | None,
@@ -38,18 +40,21 @@ class Securing:
         ),
     ] = ControlOptions.certificate_key
     admin_port: Annotated[
-        int | None, _security(min=0, max=65535, help="Port for loading, unloading and settings, refused elsewhere then.")
+        int | None,
+        _security(min=0, max=65535, help="Port for loading, unloading and settings, which the other ports then refuse."),
     ] = SecurityOptions.admin_port
-    admin_socket: Annotated[Path | None, _security(help="The same on a Unix socket that only this user can open.")] = (
-        SecurityOptions.admin_socket
-    )
+    admin_socket: Annotated[
+        Path | None, _security(help="Unix socket for loading, unloading and settings, which only this user can open.")
+    ] = SecurityOptions.admin_socket
     client_rate: Annotated[float | None, _security(min=0.001, help="Requests a second that one token or address may send.")] = (
         ClientLimits.requests_per_s
     )
-    client_burst: Annotated[int | None, _security(min=1, help="Of these at once after a pause.")] = ClientLimits.burst
-    client_concurrency: Annotated[int | None, _security(min=1, help="Requests in progress of one token or address.")] = (
-        ClientLimits.max_concurrent
-    )
+    client_burst: Annotated[
+        int | None, _security(min=1, help="Requests that one token or address may send at once after a pause.")
+    ] = ClientLimits.burst
+    client_concurrency: Annotated[
+        int | None, _security(min=1, help="Requests of one token or address that may be in progress at once.")
+    ] = ClientLimits.max_concurrent
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca and not self.tls_cert):

@@ -18,21 +18,25 @@ EXIT_CODES: dict[type[Exception], int] = {SecurityError: 1}
 
 
 def token(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Who will hold it: up to 64 of A-Z a-z 0-9 _ . @ -")],
-    role: Annotated[list[Role] | None, typer.Option(help="What it may do; once per role. infer where none is given.")] = None,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the token's holder: up to 64 characters of A-Z a-z 0-9 _ . @ -")
+    ],
+    role: Annotated[list[Role] | None, typer.Option(help="What the token allows; may be repeated; by default infer.")] = None,
     *,
     expires: Annotated[
         str | None,
-        typer.Option(metavar="WHEN", help="When it ends: 90d, 12h, 30m, or a date or time in UTC. Never where not given."),
+        typer.Option(metavar="WHEN", help="When the token expires: 90d, 12h, 30m, or a date or time in UTC; by default never."),
     ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="What it may use: a model, or a pattern such as 'digits*'; once per model. Else all."
+            metavar="NAME",
+            help="A model that the token may use, or a pattern such as 'digits*'; may be repeated; by default all.",
         ),
     ] = None,
     add_to: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Add the line to this token file, which is made if it is not there.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Add the line to this token file, which is created if it does not exist."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -61,7 +61,7 @@ def edited(path: Path, wanted: ModelConfig) -> ConfigEdit:
 
 
 def _changed(text: str, wanted: ModelConfig) -> str:
-    """Replace the fields, and the elements of `parameters`, that are not as wanted; append those that are missing."""
+    """Replace the fields and the elements of `parameters` that differ from `wanted`, and append the missing ones."""
     old, missing = _parsed(text), _copied(wanted)
     result = ""
     for lines in _chunks(text):

@@ -28,7 +28,7 @@ STARTS = 4  # such choices at most
 FINALISTS = 3
 ROUNDS = 3
 LOWERINGS = 4  # loads at which a finalist is measured, each below the one before: by 1, 2 and 4 rungs
-FINAL_SHARE = 0.25  # of the time, for the finalists
+FINAL_SHARE = 0.25  # share of the time that the best choices get at the end
 MEASUREMENTS = 500  # in the whole time, about; each is so long, within these seconds
 SHORTEST_S, LONGEST_S = 0.15, 2.0
 FAR = 4.0  # times the limit: more load than reaches this teaches nothing
@@ -56,7 +56,7 @@ class TuningPoint:
 
 
 class TunedMachine(Protocol):
-    """What is tuned."""
+    """The machine on which the settings of a model are measured."""
 
     @property
     def spent_s(self) -> float:
@@ -70,7 +70,7 @@ class TunedMachine(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TuningGoal:
-    """What is searched for."""
+    """The limit of the latency, and the time for the search."""
 
     max_ms: float  # latency limit in milliseconds
     percent: float = 99.0  # percentage of requests that must be within it
@@ -128,7 +128,7 @@ class TuningSearch:
         self._longest: dict[Choice, float] = {}  # seconds of a measurement of each choice, the last time
         self._refused: dict[Choice, str] = {}
         self._shown = 0.0  # requests per second of the last line
-        self.window_s = min(LONGEST_S, max(SHORTEST_S, goal.seconds / MEASUREMENTS))  # of the shortest measurements
+        self.window_s = min(LONGEST_S, max(SHORTEST_S, goal.seconds / MEASUREMENTS))  # length of the shortest measurements
 
     def run(self) -> TuningOutcome:
         """Search. Raises BenchmarkError: the server refuses the settings in force."""
@@ -163,7 +163,7 @@ class TuningSearch:
         return TuningOutcome(points=self._points, start=in_force, best=best, refused=self._refused, ended_early=ended_early)
 
     def try_choice(self, choice: Choice, seconds: float) -> None:
-        """Find the highest load of a choice within the limit, by measurements of so many seconds; unless that is known."""
+        """Find the highest load of a choice within the limit, by measurements of `seconds`, unless it is known."""
         is_known = choice in self._refused or self._longest.get(choice, 0.0) >= seconds
         if is_known or (self._best and self._is_over()):
             return
@@ -204,7 +204,7 @@ class TuningSearch:
         return found
 
     def ranked(self, choices: Iterable[Choice]) -> list[Choice]:
-        """Return those that were tried, the best first."""
+        """Return the choices that were tried, the best first."""
         known = [choice for choice in choices if choice in self._best]
         return sorted(known, key=lambda choice: self._rank(self._best[choice]), reverse=True)
 

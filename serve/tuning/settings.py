@@ -40,7 +40,8 @@ class TunedSettings:
 
     @property
     def text(self) -> str:
-        parts = [f"{self.instances} x {self.threads or 'auto'} threads", f"batch {self.max_batch_size}", f"{self.delay_us} us"]
+        copies = "1 copy" if self.instances == 1 else f"{self.instances} copies"
+        parts = [f"{copies}, {self.threads or 'auto'} threads", f"batch {self.max_batch_size}", f"delay {self.delay_us} us"]
         return ", ".join([*parts, *(["padded"] if self.padded else []), *([self.precision] if self.precision else [])])
 
 

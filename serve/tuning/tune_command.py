@@ -46,18 +46,21 @@ class TuneArguments:
     """Options of `halfserve tune`."""
 
     max_latency_ms: Annotated[float, _searching(help="The latency limit, in milliseconds.", min=0.001, max=LARGEST)]
-    percentile: Annotated[float, _searching(help="Percentage of requests that must keep it.", min=1, max=100)] = 99.0
-    seconds: Annotated[float, _searching(help="Time for the search.", min=0.01, max=LARGEST)] = 300.0
+    percentile: Annotated[float, _searching(help="Percentage of requests that must stay within the limit.", min=1, max=100)] = (
+        99.0
+    )
+    seconds: Annotated[float, _searching(help="Seconds that the search may take.", min=0.01, max=LARGEST)] = 300.0
     concurrency: Annotated[
         int | None,
-        _searching(help="Measure with so many requests in flight; without it, with the most that keep the limit.", min=1),
+        _searching(help="Measure with this many requests in flight; by default with the most that keep the limit.", min=1),
     ] = None
-    cores: Annotated[int | None, _searching(help="Cores that the model may use; without it, this machine's.", min=1)] = None
-    data: Annotated[
-        str, _requests(help="As of halfserve bench: random, zeros, FILE.npz, or a FOLDER of captured requests.")
-    ] = "random"
+    cores: Annotated[int | None, _searching(help="Cores that the model may use; by default all of this machine.", min=1)] = None
+    data: Annotated[str, _requests(help="Values of the inputs: random, zeros, FILE.npz, or a FOLDER of captured requests.")] = (
+        "random"
+    )
     shape: Annotated[
-        list[str] | None, _requests(help="NAME:SIZES without the batch size, for variable sizes; several take turns.")
+        list[str] | None,
+        _requests(help="NAME:SIZES of an input with variable sizes, without the batch size; several take turns."),
     ] = None
     parameter: Annotated[list[str] | None, _requests(help="NAME=VALUE of every request.")] = None
     rows: Annotated[int, _requests(help="Rows per request.", min=1)] = 1

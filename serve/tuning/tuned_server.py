@@ -116,7 +116,7 @@ class TunedServer:
         return b"".join(self._client.infer_message(self.target.plain_requests[0]).raw_output_contents)
 
     def space(self, cores: int, limit_ms: float) -> SearchSpace:
-        """Return what may be tried with so many cores and this latency limit."""
+        """Return the settings to try with this number of cores and this latency limit."""
         axes: list[TunedAxis] = []
         for index, config in enumerate(self.completed):
             axes += axes_of(index, config, cores=cores, limit_ms=limit_ms, rows=self._rows)

@@ -38,7 +38,7 @@ class TuningReport:
     goal: TuningGoal  # the limit
     outcome: TuningOutcome
     edits: Sequence[ConfigEdit] = ()  # changes of files that the result asks for
-    notes: Sequence[str] = ()  # what to know of the result, one line each
+    notes: Sequence[str] = ()  # remarks about the result, one line each
     date: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @property
@@ -69,8 +69,10 @@ class TuningReport:
         """Return the settings in force and the chosen ones, then the Pareto front."""
         outcome = self.outcome
         table = Table(title=self.title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-        for heading in ("", "settings", "in\nflight", "requests\n/s", f"p{self.goal.percent:g}\nms"):
+        for heading in ("", "settings", "in flight", "requests/s", f"p{self.goal.percent:g} ms"):
             table.add_column(heading, justify="left" if heading in ("", "settings") else "right")
+        table.caption = "front: no other measurement had both more requests/s and a lower latency"
+        table.caption_justify = "left"
         rows = [("in force", outcome.start), ("best" if outcome.best else "nearest", outcome.best or outcome.nearest)]
         for name, point in [*rows, *(("front", point) for point in outcome.front())]:
             if point is not None:

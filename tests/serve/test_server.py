@@ -452,7 +452,7 @@ def test_addresses_are_printed_as_clients_accept_them(host: str, shown: str, cap
     assert capsys.readouterr().out.splitlines() == [
         f"REST and a page on http://{shown}:2/, metrics on {shown}:3",
         f"administration on {shown}:4",
-        f"hot path {build_in_use()}",
+        f"server code {build_in_use()}",
         f"gRPC on {shown}:1, ready in 0.50 s; Ctrl-C stops",
     ]
     assert parse_address(f"{shown}:1").is_local

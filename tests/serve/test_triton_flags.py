@@ -159,9 +159,9 @@ def test_tls_takes_its_files_and_says_that_it_holds_for_http() -> None:
 
 
 def test_each_ignored_flag_gets_one_line() -> None:
-    ignored = ["--log-verbose=1", "--enable-peer-access=FALSE", "--metrics-interval-ms=9", "--grpc-infer-thread-count=4"]
+    ignored = ["--log-format=default", "--enable-peer-access=FALSE", "--metrics-interval-ms=9", "--grpc-infer-thread-count=4"]
     ignored += ["--backend-config=python,shm=1", "--trace-config=level=TIMESTAMPS"]
-    made = translated(["--model-repository=m", *ignored, "--log-verbose=2"])
+    made = translated(["--model-repository=m", *ignored, "--log-format=ISO8601"])
     assert made.arguments == BEFORE
     assert len(made.remarks) == 6
     assert all(re.match("--[a-z-]+(=[^ ]+)? is ignored", line) for line in made.remarks)
@@ -228,6 +228,7 @@ def test_a_script_starts_waits_for_and_ends_the_server(tmp_path: Path) -> None:
             error = httpx.get(f"{address}/v2/models/missing", timeout=60).json()["error"]
             assert error.startswith("Request for unknown model: 'missing' is not found: ")
             assert any("no gRPC, ready in" in line for line in script.stdout)
+            assert httpx.get(f"{address}/v2/logging", timeout=60).json()["log_verbose_level"] == 1
             for model in ("mlp", "other"):
                 assert httpx.get(f"{address}/v2/models/{model}/ready", timeout=60).status_code == 200
             script.send_signal(signal.SIGINT)

@@ -38,7 +38,7 @@ from halfserve.serve.backends.onnx_runtime.onnx_preparation import PreparedModel
 from halfserve.serve.backends.onnx_runtime.probe_child import FORMAT_ENTRY, ones
 from halfserve.serve.backends.onnx_runtime.session_settings import OptimizationLevel, SessionSettings
 from halfserve.serve.backends.onnx_runtime.shared_weights import CONVOLUTIONS, few, on_device
-from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.backend import ALLOW_CPU, DevicePlacement
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.cuda_driver import device_count
 from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError
@@ -120,7 +120,7 @@ class SessionOpener:
             return self._on_cpu()
         if placement.require_gpu:
             raise ModelLoadError(
-                f"{self.path}: a GPU is required, but {reason}; allow the CPU, or add CUDA's libraries: {install_hint('cuda')}"
+                f"{self.path}: a GPU is required, but {reason}; {ALLOW_CPU}, or add CUDA's libraries: {install_hint('cuda')}"
             )
         logger.warning("%s: %s; it runs on the CPU. To add CUDA's libraries: %s", self.path, reason, install_hint("cuda"))
         return self._on_cpu()

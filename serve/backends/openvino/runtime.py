@@ -24,7 +24,7 @@ from halfserve.serve.backends.openvino.plugin import (
     properties,
     read_openvino_settings,
 )
-from halfserve.serve.engine.backend import ONNX, OPENVINO_BACKEND, CpuPrecision, DevicePlacement, ModelInterface
+from halfserve.serve.engine.backend import ALLOW_CPU, ONNX, OPENVINO_BACKEND, CpuPrecision, DevicePlacement, ModelInterface
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.errors import ModelLoadError
 
@@ -110,5 +110,5 @@ def _require_cpu(path: Path, placement: DevicePlacement) -> None:
     if placement.require_gpu:
         raise ModelLoadError(
             f"{path}: a GPU is required, but OpenVINO runs models on the CPU here, not on CUDA device {placement.device_id}; "
-            "allow the CPU"
+            f"{ALLOW_CPU}"
         )

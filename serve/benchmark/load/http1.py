@@ -10,7 +10,7 @@ from halfserve.serve.benchmark.load.calls import OK, RECONNECT_TIMEOUT_S, Connec
 from halfserve.serve.benchmark.load.http2_connection import ConnectionLostError, SocketConnection
 from halfserve.serve.benchmark.load.spec import LoadEndpoint
 
-MAX_MESSAGE_BYTES = 4096  # what is kept of an error's body
+MAX_MESSAGE_BYTES = 4096  # kept bytes of an error's body
 SUCCESS = 200
 STREAM = 1  # the only one
 
@@ -59,7 +59,7 @@ class RestCalls(ConnectionCalls):
         self._path = target.path.encode()
         self._http = h11.Connection(h11.CLIENT)
         self._status = 0
-        self._body = b""  # of an answer that is an error
+        self._body = b""  # body of an answer that is an error
 
     @property
     def room(self) -> int:

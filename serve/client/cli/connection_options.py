@@ -32,21 +32,23 @@ def reading_options() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    use_tls: Annotated[bool, _connection("--tls", help="Encrypt; every other option of TLS does so too.")] = False
+    use_tls: Annotated[bool, _connection("--tls", help="Encrypt the connection; the other --tls options imply it.")] = False
     tls_ca: Annotated[
         Path | None,
-        _connection(help="PEM file of who may have signed the server's certificate, if not whom the system trusts."),
+        _connection(
+            help="PEM file of the authority that signed the server's certificate; by default those that the system trusts."
+        ),
     ] = None
     tls_cert: Annotated[Path | None, _connection(help="PEM file of this client's certificate, for mTLS.")] = None
-    tls_key: Annotated[Path | None, _connection(help="PEM file of its private key.")] = None
-    tls_name: Annotated[str | None, _connection(help="The name in the server's certificate, if it is not the address's.")] = (
+    tls_key: Annotated[Path | None, _connection(help="PEM file of the certificate's private key.")] = None
+    tls_name: Annotated[str | None, _connection(help="Name in the server's certificate, if it is not that of the address.")] = (
         None
     )
     token_file: Annotated[Path | None, _connection(help="File with the bearer token.", envvar="HALFSERVE_TOKEN_FILE")] = None
     headers: Annotated[
         list[str] | None,
         # hidden where options are printed, because the value may be a credential
-        _connection("--header", help="NAME:VALUE of gRPC metadata; once per header.", hide_input=True),
+        _connection("--header", help="NAME:VALUE to send as gRPC metadata; may be repeated.", hide_input=True),
     ] = None
 
     def tls(self) -> Tls | None:
@@ -83,7 +85,9 @@ class Connection:
     timeout: Annotated[float, _connection(help="Seconds to wait for an answer.", min=0.001)] = 10.0
     retries: Annotated[
         int | None,
-        _connection(help="Ask again, where that is safe, so many times; by default 0, in a cluster 3.", min=0, max=10),
+        _connection(
+            help="Number of times to repeat a failed call, where that is safe; by default 0, in a cluster 3.", min=0, max=10
+        ),
     ] = None
     credentials: Credentials
 

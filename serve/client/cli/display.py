@@ -95,13 +95,13 @@ def datatype_of(array: Array) -> str:
 
 
 def models_table(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """Return a row per model version, from the rows of `halfserve models --json`; the last column has the reason or the
-    tensors.
+    """Return a row per model version, from the rows of `halfserve models --json`; the reason or the tensors stand below the
+    model's name.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("model", "version", "state", "on"):
+    table.add_column("model, inputs -> outputs", overflow="fold")
+    for heading in ("version", "state", "on"):
         table.add_column(heading, no_wrap=True)
-    table.add_column("inputs -> outputs", overflow="fold")
     for row in rows:
         lines = [row["reason"]] if row["reason"] else []
         for arrow, key in (("", "inputs"), ("-> ", "outputs")):
@@ -110,8 +110,20 @@ def models_table(rows: Iterable[Mapping[str, Any]]) -> Table:
         lines += [f"measured: {row['measured']}"] if row.get("measured") else []
         lines += row.get("steps", ())
         computes = (row["provider"] or row["platform"]).removesuffix("ExecutionProvider")
-        table.add_row(row["name"], row["version"], row["state"], computes, "\n".join(lines))
+        table.add_row("\n  ".join((row["name"], *lines)), row["version"], row["state"], computes)
     return table
+
+
+def short_names(table: Table, names: Iterable[str], longest: int, noun: str, known: Iterable[str] = ()) -> dict[str, str]:
+    """Return the form of each name in a table: names over `longest` characters become numbers, which the caption explains.
+
+    `known` are the names of an earlier table, whose numbers hold in this one too.
+    """
+    numbered = {name: f"{noun} {number}" for number, name in enumerate(dict.fromkeys((*known, *names)), 1)}
+    shown = {name: name if len(name) <= longest else numbered[name] for name in dict.fromkeys(names)}
+    table.caption = "\n".join(f"{short}: {printable(name)}" for name, short in shown.items() if short != name) or None
+    table.caption_justify = "left"
+    return shown
 
 
 def tensors_json(tensors: Iterable[ModelMetadataResponse.TensorMetadata]) -> list[dict[str, Any]]:

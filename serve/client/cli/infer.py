@@ -60,13 +60,17 @@ class InferArguments:
             "FILE.npz, FILE.json or - for several inputs at once. Once per input.",
         ),
     ]
-    version: Annotated[str, _request(help="The model's version; without it, the server's choice.")] = ""
-    outputs: Annotated[list[str] | None, _answer("--output", help="An output wanted; without it, all.")] = None
-    top_k: Annotated[int | None, _answer(help="Name the K best classes instead of the numbers.", min=1)] = None
-    priority: Annotated[int, _request(help="1 is the most urgent; 0 leaves it to the model.", min=0)] = 0
-    parameters: Annotated[list[str] | None, _request("--parameter", help="NAME=VALUE for the model: JSON, or else text.")] = (
+    version: Annotated[str, _request(help="The model's version; by default the server chooses.")] = ""
+    outputs: Annotated[list[str] | None, _answer("--output", help="An output to return; by default all; may be repeated.")] = (
         None
     )
+    top_k: Annotated[int | None, _answer(help="Print the K classes with the highest scores instead of the numbers.", min=1)] = (
+        None
+    )
+    priority: Annotated[int, _request(help="1 is the most urgent; 0 leaves it to the model.", min=0)] = 0
+    parameters: Annotated[
+        list[str] | None, _request("--parameter", help="NAME=VALUE of a request parameter, as JSON or text; may be repeated.")
+    ] = None
     output_file: Annotated[Path | None, _answer(help="Write the outputs to this .npz or .json file.")] = None
     stream: Annotated[
         bool,
@@ -77,17 +81,18 @@ class InferArguments:
         ),
     ] = False
     rows: Annotated[int, _streaming(help="Rows of one request, with --stream.", min=1)] = 1
-    in_flight: Annotated[int, _streaming(help="Requests under way at once, with --stream.", min=1, max=65536)] = 32
+    in_flight: Annotated[int, _streaming(help="Requests in flight at once, with --stream.", min=1, max=65536)] = 32
     timings: Annotated[
-        bool, _answer("--timings", help="Show how long the request was in the queue, computed, and in the server in all.")
+        bool,
+        _answer(
+            "--timings", help="Print how long the request waited, how long it was computed, and the total time in the server."
+        ),
     ] = False
     shared_memory: Annotated[
         bool,
-        _request(
-            "--shared-memory", help="Leave large tensors in shared memory; without --stream, of a server on this machine."
-        ),
+        _request("--shared-memory", help="Pass large tensors to a server on this machine in shared memory; not with --stream."),
     ] = False
-    compression: Annotated[Literal["gzip", "deflate"] | None, _request(help="Compress what is sent.")] = None
+    compression: Annotated[Literal["gzip", "deflate"] | None, _request(help="Compression of the request.")] = None
     as_json: AsJson = False
 
     def request_options(self) -> RequestOptions:

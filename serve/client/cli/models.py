@@ -19,13 +19,22 @@ from rich.table import Table
 from halfserve.option_groups import takes_option_groups
 from halfserve.protos.inference_pb2 import ModelStatistics
 from halfserve.serve.client.cli.connection_options import AsJson, Connection
-from halfserve.serve.client.cli.display import PipedConsole, computation_of, models_table, provider_of, steps_of, tensors_json
+from halfserve.serve.client.cli.display import (
+    PipedConsole,
+    computation_of,
+    models_table,
+    provider_of,
+    short_names,
+    steps_of,
+    tensors_json,
+)
 from halfserve.serve.client.cli.inputs import InputArgumentError
 from halfserve.serve.client.client import Client
 from halfserve.serve.client.errors import ModelNotFound
 
 Key = tuple[str, str]  # model, version
 NS_PER_MS = 1e6
+LONGEST_NAME = 20  # longest name of a model beside its figures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +59,14 @@ def activity_table(before: StatisticsSnapshot, now: StatisticsSnapshot) -> Table
     """Return one line per model version; times are means of the requests in between."""
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("model", no_wrap=True)
-    for heading in ("version", "req/s", "rows/s", "fail/s", "mean\nbatch", "queue\nms", "compute\nms"):
+    for heading in ("requests/s", "rows/s", "errors/s", "batch", "queue ms", "compute ms"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in activity_json(before, now)["models"]:
+    rows = activity_json(before, now)["models"]
+    shown = short_names(table, [f"{row['name']}/{row['version']}" for row in rows], LONGEST_NAME, "model")
+    for row in rows:
         rates = (f"{row[key]:,.0f}" for key in ("requests_per_s", "rows_per_s", "failures_per_s"))
         means = ("-" if row[key] is None else f"{row[key]:.2f}" for key in ("mean_batch", "queue_ms", "compute_ms"))
-        table.add_row(row["name"], row["version"], *rates, *means)
+        table.add_row(shown[f"{row['name']}/{row['version']}"], *rates, *means)
     return table
 
 
@@ -87,17 +98,19 @@ def _mean(total: float, count: int) -> float | None:
 
 @takes_option_groups
 def models(
-    names: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Only these; without, all.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="List these models only; by default all.")] = None,
     *,
-    load: Annotated[list[str] | None, typer.Option(help="Load this model, or load it again; before listing.")] = None,
-    config: Annotated[Path | None, typer.Option(help="JSON file with a ModelConfig for --load, instead of its own.")] = None,
-    unload: Annotated[list[str] | None, typer.Option(help="Stop serving this model; after --load, before listing.")] = None,
-    wait: Annotated[
-        float | None, typer.Option(help="Wait so many seconds for the models, or the server, to be ready.", min=0.001)
+    load: Annotated[list[str] | None, typer.Option(help="Load this model, or load it again, before the list.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="JSON file with a ModelConfig for --load, in place of config.pbtxt.")
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Show what the models do, again and again, until Ctrl-C.")] = False,
-    every: Annotated[float, typer.Option(help="Seconds between two looks, with --watch.", min=0.01, max=86_400)] = 1.0,
-    times: Annotated[int | None, typer.Option(help="End after so many looks, with --watch.", min=1)] = None,
+    unload: Annotated[list[str] | None, typer.Option(help="Stop serving this model, after --load and before the list.")] = None,
+    wait: Annotated[
+        float | None, typer.Option(help="Seconds to wait for the models, or the server, to be ready.", min=0.001)
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show each model's rates and times repeatedly, until Ctrl-C.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between two tables of --watch.", min=0.01, max=86_400)] = 1.0,
+    times: Annotated[int | None, typer.Option(help="End --watch after this many tables.", min=1)] = None,
     connection: Connection,
     as_json: AsJson = False,
 ) -> None:

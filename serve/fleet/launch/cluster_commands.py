@@ -284,14 +284,14 @@ def _print_status(name: str, status: Mapping[str, Any]) -> None:
     if status.get("message"):
         console.print(status["message"], soft_wrap=True)
     texts = [Column(heading, no_wrap=True) for heading in ("member", "gRPC", "state")]
-    numbers = [Column(heading, justify="right", no_wrap=True) for heading in ("models", "busy\n%", "queue\nms", "refused\n%")]
+    numbers = [Column(heading, justify="right", no_wrap=True) for heading in ("models", "busy %", "queue ms", "refused %")]
     table = Table(*texts, *numbers, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for one in members:
         load = f"{one['busy'] * 100:.0f}", f"{one['queue_s'] * 1000:.2f}", f"{one['refused'] * 100:.1f}"
         table.add_row(one["id"], one["grpc_address"], one["state"], str(len(one["models"])), *load)
     console.print(table)
     texts = [Column("model", overflow="fold"), *(Column(heading, no_wrap=True) for heading in ("version", "state"))]
-    numbers = [Column(heading, justify="right", no_wrap=True) for heading in ("members", "req/s")]
+    numbers = [Column(heading, justify="right", no_wrap=True) for heading in ("members", "requests/s")]
     reason = Column("reason", overflow="fold")
     table = Table(*texts, *numbers, reason, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for one in status["models"]:

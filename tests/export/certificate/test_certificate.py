@@ -165,7 +165,7 @@ def test_names_with_brackets_are_no_markup(full: Certificate) -> None:
 def test_kept_nodes_are_named_and_not_all_of_many(full: Certificate) -> None:
     kept = [{"name": f"node{number}"} for number in range(9)]
     shown = printed(certificate_table(replace(full, conversion={"kept": kept, "fp32_modules": [], "ledger": {}})), 200)
-    assert "kept fp32 node0, node1, node2, node3, node4 and 4 more" in shown
+    assert "float32   node0, node1, node2, node3, node4 and 4 more" in shown
 
 
 def test_the_verdict_is_the_outputs(full: Certificate) -> None:
@@ -219,14 +219,20 @@ def test_content_that_is_not_a_certificate_is_refused(
 
 def test_the_table_says_what_matters_in_eighty_columns(full: Certificate) -> None:
     text = printed(certificate_table(full), 80)
-    assert "10% of float32's" in text
+    assert "10% of the float32 model's" in text
     assert "accuracy  25.00%, float32 50.00%" in text
     assert "runtime   ORT_ENABLE_ALL: killed by SIGSEGV" in text
     assert "verdict   over budget: output 'y' (runtime): max abs error 2 (limit 1)" in text
-    assert "rounded" in text
-    assert "…" not in text
-    named = replace(full, outputs=(replace(full.outputs[0], name="last_hidden_state"),))
-    assert broken_words(certificate_table(named)) == []
+    assert "output (run)   error   scaled error   agreement   NaN or inf" in text, "the head is one row"
+    assert "rounded   simulated: every node's result is rounded to float16, as a GPU does" in text
+    for name in ("last_hidden_state", "/encoder/layer.11/attention/self_attention/projection/" * 2):
+        named = replace(full, outputs=(replace(full.outputs[0], name=name),))
+        assert broken_words(certificate_table(named)) == []
+        assert name in printed(certificate_table(named), 80)
+    broken = replace(full.outputs[0], violations=tuple(f"error {number}" for number in range(20)))
+    assert "over budget in 12 more figures; --json lists all" in printed(
+        certificate_table(replace(full, outputs=(broken,))), 80
+    )
 
 
 def test_kinds_of_columns_and_what_vanishes_read_back_and_are_shown(full: Certificate) -> None:
@@ -235,7 +241,7 @@ def test_kinds_of_columns_and_what_vanishes_read_back_and_are_shown(full: Certif
     certificate = replace(full, outputs=(replace(full.outputs[0], figures=figures),))
     assert read_certificate(certificate.to_bytes()).outputs == certificate.outputs
     text = printed(certificate_table(certificate), 200)
-    assert "kinds     y (rounded): columns 0 on axis 1 reach" in text
+    assert "columns   y (rounded): columns 0 on axis 1 reach" in text
     assert "columns 1-2 on axis 1 reach" in text
     assert "of 1, in column 2" in text
     assert "columns 1-2 on axis 1 reach" in certificate_page(certificate)
@@ -457,7 +463,7 @@ def test_a_certificate_of_version_1_is_about_no_graph_and_still_embeds(big: onnx
         (0.06, Budget(max_abs_error=0.01), ["max abs error 0.06 (limit 0.05)"]),
         (0.06, Budget(max_abs_error=0.01, adversarial_factor=10), []),
         (0.04, Budget(), []),
-        (0.06, Budget(), ["max error 0.06 at the output's scale 1 (limit 0.05 of it)"]),
+        (0.06, Budget(), ["max error 0.06 at the output's largest magnitude 1 (limit 0.05 of it)"]),
         (math.nan, Budget(max_abs_error=0.01), ["1 of 4 values are NaN or infinite (limit 0)"]),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_file_becomes_a_verified_bfloat16_file(run: Run) -> None:
     made = passed(
         run("convert", "in.onnx", "out.onnx", "--dtype", "bfloat16", "--samples", "samples.npz", "--certificate", "out.json")
     )
-    for line in ("bfloat16  2 of 2 nodes", "bf16 against its float32 reference", "in float32\n", "within budget"):
+    for line in ("bfloat16  2 of the 2 nodes", "bfloat16 compared with float32", "in float32\n", "within budget"):
         assert line in made.stdout
     written = open_model("out.onnx")
     assert {tensor.data_type for tensor in written.proto.graph.initializer} == {BFLOAT16}
@@ -91,8 +91,8 @@ def test_a_file_is_proved_in_two_precisions_in_one_run(run: Run) -> None:
     in_one_file(parse("g (float[n,8] x) => (float[n,8] y) { y = MatMul (x, w) }", w=normal(8, 8)), Path("plain.onnx"))
     options = ("--samples", "samples.npz", "--precisions", "float16,bfloat16")
     made = passed(run("convert", "plain.onnx", "out.onnx", "--certificate", "out.json", *options))
-    assert "out: fp16 against its float32" in made.stdout
-    assert "out: computed in bf16 against its float32" in made.stdout
+    assert "out: float16 compared with float32" in made.stdout
+    assert "out: computed in bfloat16, compared with float32" in made.stdout
     assert "warning" not in made.stderr
     certificate = read_certificate(Path("out.json").read_bytes())
     assert (certificate.precision, certificate.passed) == ("float16", True)

@@ -90,9 +90,9 @@ def test_over_budget_writes_nothing_and_exits_with_3(export: Export) -> None:
 
 
 def test_the_certificate_and_the_twin_are_written_where_asked_for(export: Export) -> None:
-    assert export("cnn", "--fp32-twin", "--certificate", "verdict.json", "--html").code == 0
+    assert export("cnn", "--fp32-twin", "--certificate", "verdict.json", "--html", "page.html").code == 0
     assert read_certificate(Path("verdict.json").read_bytes()).passed
-    assert "<html" in Path("verdict.html").read_text()
+    assert "<html" in Path("page.html").read_text()
     assert (MODELS / "export" / "1" / "fp32" / "model.onnx").exists()
 
 

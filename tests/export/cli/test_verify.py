@@ -38,7 +38,7 @@ def test_within_budget_is_a_table_and_exit_code_0(verify: Verify) -> None:
     files = ("--samples", "samples.npz", "--labels", "labels.npy", "--html", "v.html", "--certificate", "v.json")
     done = verify(*files)
     assert done.code == 0
-    assert "float16: fp16 against its float32 reference, 8 samples" in done.out
+    assert "float16: float16 compared with float32 on 8 samples" in done.out
     assert "within budget" in done.out
     read = read_certificate(Path("v.json").read_bytes())
     assert (read.passed, read.samples, read.reference_bytes) == (True, 8, Path("float.onnx").stat().st_size)
@@ -158,7 +158,7 @@ def test_a_converted_file_shows_its_own_verdict(shell: Shell, folder: Path) -> N
     target = folder / "out.onnx"
     assert shell("convert", "float.onnx", target, "--samples", "samples.npz").code == 0
     done = shell("verify", target, "--html", "v.html")
-    assert (done.code, "out: fp16 against its float32 reference, 8 samples" in done.out) == (0, True)
+    assert (done.code, "out: float16 compared with float32 on 8 samples" in done.out) == (0, True)
     assert Path("v.html").read_text().startswith("<!DOCTYPE html>")
     printed = shell("verify", target, "--json").json
     assert (printed["passed"], printed["onnx_bytes"]) == (True, target.stat().st_size)

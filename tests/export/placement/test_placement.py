@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from halfserve.export.cli.output import placement_lines, placement_table
+from halfserve.export.cli.output import placement_lines, placement_list
 from halfserve.export.export_errors import ExportError
 from halfserve.export.onnx_files.model_file import open_model
 from halfserve.export.placement.audit import CPU, Placement, audit_placement, find_islands
@@ -65,9 +65,9 @@ def test_it_travels_as_json(placement: Placement) -> None:
 
 def test_a_table_and_a_few_lines_for_people(placement: Placement) -> None:
     first, *rest = placement_lines(placement)
-    assert first.startswith("placement 8 on CPU; casts 2 in the file, ")
+    assert first.startswith("placement in ONNX Runtime 1.31.1: 8 nodes on CPU; 2 casts in the file and ")
     assert any("tan: ONNX Runtime 1.31.1 has no CUDA kernel for Tan of opset 7" in line for line in rest)
-    text = printed(placement_table(placement), 200)
+    text = printed(placement_list(placement), 200)
     assert "exp, sqrt" in text
     assert "its output overflows" in text
 
@@ -82,7 +82,9 @@ def test_the_optimised_model_of_a_large_one_is_not_asked_for() -> None:
     found = audit_placement(half_model(), providers=[CPU], largest_optimized_bytes=100)
     assert found.assigned[CPU]["MatMul"] == 1
     assert (found.casts_at_runtime, found.copies, found.nodes_at_runtime) == (None, None, None)
-    assert placement_lines(found)[0] == "placement 8 on CPU; casts 2 in the file; float32 islands 1"
+    assert placement_lines(found)[0] == (
+        "placement in ONNX Runtime 1.31.1: 8 nodes on CPU; 2 casts in the file; 1 group of float32 nodes between casts"
+    )
 
 
 def test_an_absent_provider_is_named() -> None:

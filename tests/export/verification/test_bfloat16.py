@@ -153,7 +153,7 @@ def test_a_difference_of_large_numbers_is_over_budget() -> None:
     wide = parse(text, opset=17, ir=8, w=np.eye(8), large=np.array(60.0), square=np.array(3600.0))
     x = normal(32, 8)
     assert verify(wide, convert_float_to_float16(wide), x, cuda=False, adversarial=False).passed
-    with pytest.raises(BudgetExceeded, match=r"max error 0\.\d+ of the output's scale \d+ \(limit 0.04\)"):
+    with pytest.raises(BudgetExceeded, match=r"max error 0\.\d+ of the output's largest magnitude \d+ \(limit 0.04\)"):
         verify(wide, convert_float_to_float16(wide, dtype="bfloat16"), x, cuda=False, adversarial=False)
 
 

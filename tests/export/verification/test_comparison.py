@@ -103,7 +103,7 @@ def test_float16_inputs_that_alone_are_too_coarse_are_named(by_torch: bool, x: A
     message, certificate = over(Steep().eval() if by_torch else steep(FLOAT), steep(FLOAT, HALF), x)
     exact, coarse = np.sin(x * np.float32(300)), np.sin(FP16.rounded(x) * np.float32(300))
     error = np.abs(exact - coarse).max() / np.abs(exact).max()
-    assert f"{STEEP} (output 'y': max error {error:.3g} of the output's scale" in message
+    assert f"{STEEP} (output 'y': max error {error:.3g} of the output's largest magnitude" in message
     assert message.endswith("cannot meet it: keep float32 ones (keep_io_types=True or --keep-io-types) or allow more")
     assert any(f"inputs alone rounded to float16: output 'y': max error {error:.3g}" in note for note in certificate.notes)
 

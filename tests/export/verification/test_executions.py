@@ -215,7 +215,7 @@ def test_a_level_that_changes_answers_is_not_sound(model: onnx.ModelProto, tmp_p
     runtime = levels(model, wrong)
     assert runtime.probe.level == "ORT_ENABLE_EXTENDED"
     (trouble,) = runtime.probe.crashes
-    assert trouble.startswith("ORT_ENABLE_ALL: over budget: output 'y': max error 1 of the output's scale 2")
+    assert trouble.startswith("ORT_ENABLE_ALL: over budget: output 'y': max error 1 of the output's largest magnitude 2")
 
 
 @pytest.mark.long

@@ -45,7 +45,7 @@ def test_batches_of_different_lengths_are_compared_together() -> None:
     actual: list[list[Value]] = [[np.ones((2, 3))], [np.full((1, 7), 4.5)]]
     (verdict,) = judge([Y], "runtime", expected, actual, Budget()).verdicts
     assert (verdict.figures.elements, verdict.figures.scale, verdict.figures.max_scaled_error) == (13, 4.0, 0.125)
-    assert verdict.violations == ("max error 0.125 of the output's scale 4 (limit 0.01)",)
+    assert verdict.violations == ("max error 0.125 of the output's largest magnitude 4 (limit 0.01)",)
 
 
 def test_integers_texts_and_booleans_are_judged_by_agreement_alone() -> None:
@@ -220,7 +220,7 @@ def judged(
 def test_five_times_the_usual_error_is_allowed_in_units_of_the_usual_scale() -> None:
     assert judged([np.zeros(2)], [np.full(2, 0.49)]).violations == ()
     (text,) = judged([np.zeros(2)], [np.full(2, 0.51)]).violations
-    assert text == "max error 0.51 at the output's scale 10 (limit 0.05 of it)"
+    assert text == "max error 0.51 at the output's largest magnitude 10 (limit 0.05 of it)"
     (text,) = judged([np.zeros(2)], [np.full(2, 0.51)], budget=Budget(max_abs_error=0.1)).violations
     assert text == "max abs error 0.51 (limit 0.5)"
 

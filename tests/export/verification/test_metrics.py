@@ -211,7 +211,7 @@ def test_the_worst_column_is_named_with_its_unit() -> None:
     assert figures.worst_kind is not None
     assert figures.worst_kind.worst == 9
     (text,) = broken
-    assert text.startswith("max error 0.05 of the scale 1 of column 9 on axis 2")
+    assert text.startswith("max error 0.05 of the largest magnitude 1 of column 9 on axis 2")
 
 
 def test_choices_are_made_among_columns_of_one_kind() -> None:

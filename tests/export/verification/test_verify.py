@@ -170,7 +170,7 @@ def test_a_candidate_that_overflows_everywhere_does_not_ask_for_samples() -> Non
             Budget(max_abs_error=1e-9),
             r"output 'output' \(rounded\): max abs error .* \(limit 1e-09\) \(and \d+ more over budget\)",
         ),
-        (Budget(max_scaled_error=1e-9), r"max error .* of the output's scale .* \(limit 1e-09\)"),
+        (Budget(max_scaled_error=1e-9), r"max error .* of the output's largest magnitude .* \(limit 1e-09\)"),
     ],
 )
 def test_the_error_names_violation_limit_and_remedy(budget: Budget, message: str) -> None:

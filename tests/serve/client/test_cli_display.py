@@ -101,6 +101,8 @@ def test_tables_keep_words_whole_in_eighty_columns() -> None:
     assert broken_words(models_table([served, failed])) == []
     busy = statistics("minilm-reranker-v2", requests=123456, rows=3_000_000, batches=2000, ms=99999)
     assert broken_words(activity_table(snapshot_of([], [], 0.0), snapshot_of([busy], [], 1.0))) == []
+    long = snapshot_of([statistics("cross-encoder-ms-marco-minilm-l12-v2")], [], 1.0)
+    assert "model 1: cross-encoder-ms-marco-minilm-l12-v2/1" in printed(activity_table(long, long))
 
 
 def test_the_provider_comes_from_the_configuration() -> None:
@@ -161,4 +163,4 @@ def test_an_idle_model_has_no_means() -> None:
     look = snapshot_of([statistics(requests=4, rows=4)], [], 1.0)
     row = activity_json(look, look)["models"][0]
     assert (row["mean_batch"], row["queue_ms"], row["requests_per_s"]) == (None, None, 0.0)
-    assert printed(activity_table(look, look)).split()[-8:] == ["m", "1", "0", "0", "0", "-", "-", "-"]
+    assert printed(activity_table(look, look)).split()[-7:] == ["m/1", "0", "0", "0", "-", "-", "-"]

@@ -302,6 +302,15 @@ def test_log_settings_are_read_and_changed(serving: Serving, tmp_path: Path) -> 
     assert [json.loads(line)["id"] for line in log.read_text().splitlines()] == ["logged"]
 
 
+def test_the_log_can_be_verbose_from_the_start(serving: Serving, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(ObserveOptions(log_verbose=2)) as server, triton.InferenceServerClient(server.address) as client:
+        assert client.get_log_settings(as_json=True)["settings"]["log_verbose_level"] == {"uint32_param": 2}
+        logging.getLogger("halfserve.a.model").debug("in detail")
+    logging.getLogger("halfserve.a.model").debug("after the server")
+    assert "in detail" in caplog.text
+    assert "after the server" not in caplog.text
+
+
 def test_the_level_of_tensors_is_kept_and_traces_nothing_more(
     serving: Serving, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

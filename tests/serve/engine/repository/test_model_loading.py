@@ -45,7 +45,7 @@ def test_a_gpu_instance_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("halfserve.serve.backends.onnx_runtime.session.device_count", lambda: 0)
     root = write_versions(tmp_path, "1", config="instance_group [{ kind: KIND_GPU }]")
     (files,) = find_models(root)
-    with pytest.raises(ModelLoadError, match="a GPU is required, but CUDA device 0 is not there"):
+    with pytest.raises(ModelLoadError, match="a GPU is required, but CUDA device 0 is not there.*KIND_CPU"):
         load_model(files, OnnxRuntime(), DevicePlacement(), Defaults())
 
 
