@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 NO_SPACE_EXIT_CODE = 1
 WRONG_USAGE_EXIT_CODE = 2
 MISSING_EXTRA_EXIT_CODE = 69  # EX_UNAVAILABLE
+NOT_ON_WINDOWS = frozenset({"fcntl", "resource"})  # modules of Python on Unix
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
 HYPHEN = "\u2011"  # the hyphen at which no line is broken
 # A terminal would execute them, and an error's text may come from a server or contain a file's name.
@@ -67,11 +68,11 @@ STAGES = {
     "convert": Stage(
         module="halfserve.export.cli.convert",
         help="Turn an ONNX model into a proven fp16 one.",
-        extra="export",
+        extra="convert",
         configurable=True,
     ),
     "verify": Stage(
-        module="halfserve.export.cli.verify", help="Compare an fp16 ONNX model with its float32 one.", extra="export"
+        module="halfserve.export.cli.verify", help="Compare an fp16 ONNX model with its float32 one.", extra="convert"
     ),
     "check": Stage(module="halfserve.export.cli.check", help="Find where a PyTorch model leaves its dtype.", extra="export"),
     "serve": Stage(
@@ -322,6 +323,9 @@ def _run(arguments: Sequence[str] | None) -> None:
     try:
         app(args=arguments, prog_name="halfserve")
     except ModuleNotFoundError as error:
+        if error.name in NOT_ON_WINDOWS:
+            typer.echo(f"{prefix}: needs Linux or macOS; on Windows, install halfserve in WSL 2 and run it there", err=True)
+            sys.exit(MISSING_EXTRA_EXIT_CODE)
         if stage is None or stage.extra is None or not error.name:
             raise
         typer.echo(f"{prefix}: needs the package {error.name!r}; {install_hint(stage.extra)}", err=True)

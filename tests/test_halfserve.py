@@ -178,6 +178,13 @@ def test_a_missing_extra_is_named(tmp_path: Path) -> None:
     assert done.stderr == f"halfserve train: needs the package 'torch'; {hint}\n"
 
 
+def test_windows_cannot_serve_which_one_line_says(tmp_path: Path) -> None:
+    (tmp_path / "fcntl.py").write_text("raise ModuleNotFoundError(\"No module named 'fcntl'\", name='fcntl')")
+    done = run("serve", "model.onnx", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 69
+    assert done.stderr == "halfserve serve: needs Linux or macOS; on Windows, install halfserve in WSL 2 and run it there\n"
+
+
 def test_torch_s_threads_do_not_spin_unless_asked_to() -> None:
     lines = [
         "import os",

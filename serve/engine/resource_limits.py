@@ -26,6 +26,7 @@ VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_
 VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 FEWEST_FILES = 64  # fewest files that a server can work with; an idle one has 17 open
 ENOUGH = 65_536  # number of files that suffices for all allowed connections
+MACOS_FILES = 10_240  # OPEN_MAX of macOS, which may refuse more although its hard limit is infinite
 FEWEST_SPARE, MOST_SPARE = 16, 256
 FEWEST_CONNECTIONS = 8  # allowed even if there are too few files
 OPEN_FILES = Path("/dev/fd")  # has an entry for each open file
@@ -162,9 +163,13 @@ def allow_more() -> None:
         import resource  # noqa: PLC0415  (see above)
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        for most in (ENOUGH, MACOS_FILES):
+            wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
+            if soft == resource.RLIM_INFINITY or soft >= wanted:
+                return
+            with suppress(OSError, ValueError):  # the system allows fewer than the hard limit says
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+                return
 
 
 def most_files() -> float:

@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 PACKAGE_ROOT = Path(__file__).parents[4]  # folder that contains the package `halfserve`
 NOT_STARTED_CODE = 126  # shells' exit code for a program that cannot be started
-HINTS = {
-    signal.SIGKILL: "; out of memory, or by hand",
+HINTS: dict[int, str] = {
+    9: "; out of memory, or by hand",  # SIGKILL, for which Windows has no name
     signal.SIGSEGV: "; a runtime or a driver crashed",
     signal.SIGABRT: "; a runtime or a driver gave up",
 }
