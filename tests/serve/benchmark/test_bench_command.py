@@ -59,7 +59,7 @@ def figures(server: RunningServer, capsys: pytest.CaptureFixture[str], *argument
 
 def test_measures_and_writes_the_report(server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "x.npy", np.zeros((5, 64), np.float16))
-    names = {"output": "bench.json", "plot": "bench.png", "csv": "bench.csv", "html": "bench.html", "hgrm": "bench.hgrm"}
+    names = {"output": "bench.json", "csv": "bench.csv", "html": "bench.html", "hgrm": "bench.hgrm"}
     files = [text for option, name in names.items() for text in (f"--{option}", str(tmp_path / name))]
     load = ("--concurrency", "1:2", "--requests", "20", "--warmup", "0", "--batch-size", "4", "--input", f"x={tmp_path}/x.npy")
     assert bench("mlp", "--address", server.address, *load, *files, "--json") == 0
@@ -70,7 +70,7 @@ def test_measures_and_writes_the_report(server: RunningServer, tmp_path: Path, c
     assert found["levels"][0]["mean_batch_size"] == 4
     assert json.loads((tmp_path / "bench.json").read_text())["levels"] == found["levels"]
     written = {path.name for path in tmp_path.iterdir()} - {"x.npy"}
-    assert written == {"bench.json", "bench.png", "bench.csv", "bench.html", "bench-1.hgrm", "bench-2.hgrm"}
+    assert written == {"bench.json", "bench.csv", "bench.html", "bench-1.hgrm", "bench-2.hgrm"}
     assert "requests/s" in captured.err
 
 
