@@ -496,6 +496,11 @@ def test_scores_are_those_of_the_servers_paths(run: Run) -> None:
     assert scores([0, 2], "sigmoid") == pytest.approx([0.5, 1 / (1 + math.exp(-2))])
 
 
+def test_answers_are_compared_with_all_expected_numbers(run: Run) -> None:
+    assert run("console.log(tensors.distance([1, -3, 'NaN'], [1, -4, 'NaN']))") == "0.25"
+    assert run("const many = Array(200_000).fill(2); console.log(tensors.distance(many, many))") == "0"
+
+
 @pytest.mark.parametrize(
     ("body", "command"),
     [

@@ -73,11 +73,16 @@ export function scores(numbers, how) {
   return powers.map((value) => value / whole);
 }
 
-// How far an answer is from the expected one, relative to that one's largest value.
+// How far an answer is from the expected one, relative to that one's largest value. NaN and infinities say nothing of distance.
 export function distance(served, expected) {
-  const [far, near] = [served.map(Number), expected.map(Number)];
-  const scale = Math.max(...near.map(Math.abs)) || 1;
-  return Math.max(...near.map((value, index) => Math.abs(far[index] - value))) / scale;
+  let [most, scale] = [0, 0];
+  expected.forEach((text, index) => {
+    const [wanted, given] = [Number(text), Number(served[index])];
+    if (!Number.isFinite(wanted) || !Number.isFinite(given)) return;
+    most = Math.max(most, Math.abs(given - wanted));
+    scale = Math.max(scale, Math.abs(wanted));
+  });
+  return most / (scale || 1);
 }
 
 export const best = (numbers) => numbers.reduce((at, value, index) => (value > numbers[at] ? index : at), 0);
