@@ -52,6 +52,8 @@ def test_every_command_has_a_help_with_an_example(name: str) -> None:
     assert result.exit_code == 0
     assert f"halfserve {name} " in result.output
     assert "Example" in result.output
+    cut = [line for line in result.output.splitlines() if line.endswith("-") and not line.endswith(" -")]
+    assert cut == [], "no option is broken at a hyphen"
 
 
 def options_by_heading(name: str) -> dict[str, list[str]]:
