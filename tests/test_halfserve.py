@@ -56,6 +56,13 @@ def test_every_command_has_a_help_with_an_example(name: str) -> None:
     assert cut == [], "no option is broken at a hyphen"
 
 
+def test_an_html_page_is_asked_for_in_the_same_way_by_every_command() -> None:
+    commands = [cli.command_of(name) for name in ("convert", "export", "verify", "bench")]
+    pages = [option for command in commands for option in command.params if "--html" in option.opts]
+    assert len(pages) == len(commands)
+    assert len({(page.help, page.is_flag, page.default) for page in pages}) == 1
+
+
 def options_by_heading(name: str) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for line in CliRunner().invoke(cli.app, [name, "--help"]).output.splitlines():
