@@ -52,6 +52,15 @@ def test_every_command_has_a_help_with_an_example(name: str) -> None:
     assert result.exit_code == 0
     assert f"halfserve {name} " in result.output
     assert "Example" in result.output
+    cut = [line for line in result.output.splitlines() if line.endswith("-") and not line.endswith(" -")]
+    assert cut == [], "no option is broken at a hyphen"
+
+
+def test_an_html_page_is_asked_for_in_the_same_way_by_every_command() -> None:
+    commands = [cli.command_of(name) for name in ("convert", "export", "verify", "bench")]
+    pages = [option for command in commands for option in command.params if "--html" in option.opts]
+    assert len(pages) == len(commands)
+    assert len({(page.help, page.is_flag, page.default) for page in pages}) == 1
 
 
 def options_by_heading(name: str) -> dict[str, list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -83,7 +83,15 @@ def print_conversion(done: Converted, *, in_full: bool = False) -> None:
     """Print everything about a conversion; `in_full` lists the placement of every node."""
     console, placed = Console(), done.placement
     certified = done.certificate is not None
-    parts = [conversion_lines(done.report, source_bytes=done.source_bytes, size_bytes=done.size_bytes, certified=certified)]
+    parts = [
+        conversion_lines(
+            done.report,
+            source_bytes=done.source_bytes,
+            size_bytes=done.size_bytes,
+            certified=certified,
+            found=done.search.keep_fp32_nodes if done.search is not None else (),
+        )
+    ]
     if done.search is not None:
         parts.append(search_lines(done.search))
     if isinstance(placed, str):
@@ -111,23 +119,30 @@ def print_conversion(done: Converted, *, in_full: bool = False) -> None:
 
 
 def conversion_lines(
-    report: ConversionReport, *, source_bytes: int | None = None, size_bytes: int | None = None, certified: bool = False
+    report: ConversionReport,
+    *,
+    source_bytes: int | None = None,
+    size_bytes: int | None = None,
+    certified: bool = False,
+    found: Collection[str] = (),
 ) -> Group:
     """Lists of float32 nodes, repairs and weights that lost numbers, where there are any, and lines with the totals.
 
-    `certified` leaves the size to the certificate's table, which follows.
+    `certified` leaves the size to the certificate's table, which follows, and `found` names the nodes that the search's list
+    explains.
     """
-    lists = (*_kept(report.kept), *_repairs(report), *_weights(report))
+    lists = (*_kept(report.kept, found), *_repairs(report), *_weights(report))
     return Group(*lists, *map(Line, _facts(report, source_bytes, size_bytes, certified=certified)))
 
 
-def _kept(kept: Sequence[KeptNode]) -> Iterator[Line]:
+def _kept(kept: Sequence[KeptNode], found: Collection[str]) -> Iterator[Line]:
     """Yield each reason with its nodes, the most frequent reason first."""
     if not kept:
         return
     reasons: dict[str, list[KeptNode]] = {}
     for node in kept:
-        reasons.setdefault(node.reason, []).append(node)
+        if node.name not in found:
+            reasons.setdefault(node.reason, []).append(node)
     yield _heading(f"{_counted(len(kept), 'node')} in float32")
     named = SHOWN if len(kept) <= SHOWN else EXAMPLES
     for reason, nodes in sorted(reasons.items(), key=lambda group: -len(group[1]))[:SHOWN]:
@@ -135,6 +150,8 @@ def _kept(kept: Sequence[KeptNode]) -> Iterator[Line]:
         yield from (_entry(_place(f"{node.name} ({node.op_type})", node.module, node.source), 4) for node in nodes[:named])
         yield from _rest(len(nodes), named, 4)
     yield from _rest(len(reasons), SHOWN)
+    if found:
+        yield _entry(f"{_counted(len(found), 'node')}: found by the search")
 
 
 def _repairs(report: ConversionReport) -> Iterator[Line]:
@@ -285,10 +302,11 @@ def _costs(kept: KeptNodeCost) -> Iterator[str]:
     texts = [f"{_error(error)} {place}" for error, place in errors if error is not None]
     if texts:
         yield f"scaled error {' and '.join(texts)}"
-    costs = [_counted(kept.cost.casts, "cast")] if kept.cost.casts else []
-    costs += [f"{kept.cost.weight_bytes:,} bytes"] if kept.cost.weight_bytes else []
+    casts = kept.cost.casts or 0
+    costs = [f"{_counted(abs(casts), 'cast')} {'more' if casts > 0 else 'fewer'}"] if casts else []
+    costs += [f"{kept.cost.weight_bytes:,} bytes more"] if kept.cost.weight_bytes else []
     if costs:
-        yield f"costs {' and '.join(costs)}"
+        yield f"{' and '.join(costs)} than in half precision"
 
 
 def _error(error: float) -> str:

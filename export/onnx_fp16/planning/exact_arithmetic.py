@@ -33,7 +33,7 @@ from halfserve.export.onnx_fp16.planning.plan import CastingPlan
 
 SHAPE_REASON = "shape arithmetic"
 _SIMPLE = ELEMENTWISE | MOVERS | REDUCTIONS | {"ConstantOfShape", "Constant"}
-POSITION_REASON = "positions up to their sine or cosine"
+POSITION_REASON = "positions need more digits for their sine or cosine"
 COUNT_REASON = "a product of sizes can be over 65504"
 _TRACKED = ELEMENTWISE | MOVERS | REDUCTIONS | {"Range"}
 _LARGEST_TABLE = 1 << 22

@@ -39,6 +39,12 @@ def test_kept_nodes_repairs_and_weights_are_shown() -> None:
     assert "size      1,010 bytes, 50% of the float32 model's 2,000" in text
 
 
+def test_nodes_that_the_search_found_are_counted_and_left_to_its_list() -> None:
+    kept = (KeptNode(name="a", op_type="Exp", reason="it overflows"), KeptNode(name="b", op_type="Exp", reason="asked for"))
+    lines = shown(ConversionReport(float_nodes=2, fp16_nodes=0, casts_added=0, kept=kept), found=("b",)).splitlines()
+    assert lines[:4] == ["2 nodes in float32", "  1 node: it overflows", "    a (Exp)", "  1 node: found by the search"]
+
+
 def test_a_repair_that_keeps_nodes_is_not_said_twice() -> None:
     kept = KeptNode(name="exp", op_type="Exp", reason="it overflows")
     repair = Repair(pass_name="keep-fragile", nodes=("exp",), text="kept in float32: it overflows")  # noqa: S106  (a pass)

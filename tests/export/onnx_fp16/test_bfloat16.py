@@ -19,7 +19,7 @@ from tests.export.onnx_fp16.models import FLOAT, halve, normal, ops, reasons, ty
 from tests.export.stored_models import parse
 
 BFLOAT16 = onnx.TensorProto.BFLOAT16
-POSITION_REASON = "positions up to their sine or cosine"
+POSITION_REASON = "positions need more digits for their sine or cosine"
 TWO_LAYERS = "g (float[n,4] x) => (float[n,4] y) { a = MatMul (x, w) b = Tanh (a) y = MatMul (b, w) }"
 
 
@@ -209,7 +209,7 @@ EXACT: list[tuple[str, dict[str, Any], dict[str, str]]] = [
 REPAIRED: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     (
         "g (float[n,1] time) => (float[n,4] y) { a = Mul (time, f) c = Cos (a) y = MatMul (c, w) }",
-        {"f": TURNS, "w": SQUARE}, dict.fromkeys("ac", "an angle up to its sine or cosine"),
+        {"f": TURNS, "w": SQUARE}, dict.fromkeys("ac", "a large angle needs more digits for its sine or cosine"),
     ),
     (
         """g (float[2,16] a) => (float[2,16] y) { q = Mul (a, a) v = ReduceMean <axes = [-1], keepdims = 1> (q)

@@ -13,7 +13,7 @@ from tests.export.stored_models import parse
 
 SHAPE, INDEX = "shape arithmetic", "index arithmetic: float16 holds whole numbers up to 2048 only"
 SCALED = "scales a sum of integer products, which float16 does not hold"
-POSITION = "positions up to their sine or cosine"
+POSITION = "positions need more digits for their sine or cosine"
 
 
 # The graph, its weights, inputs, and what stays in float32.
