@@ -21,6 +21,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "halfserve"
 html_show_sphinx = False
+html_use_index = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 
