@@ -1,5 +1,5 @@
 # One-word tasks. Each makes the virtual environment first and installs what it uses, so any of them works on a fresh clone.
-.PHONY: help install dev compile demo test test-long test-all test-plain gpu gpu-bundle docs lint types proto manifests locks licences audit release clean
+.PHONY: help install dev compile demo test test-long test-all test-plain test-python gpu gpu-bundle docs lint types proto manifests locks licences audit release clean
 .DEFAULT_GOAL := help
 
 # The first Python >= 3.11 that can make a virtual environment; `make test PYTHON=/path/to/python3` chooses another.
@@ -17,6 +17,7 @@ help:
 	@echo "make test    the tests that every change must pass: at most five minutes on 2 cores"
 	@echo "make test-all  these, and the long ones: sweeps, zoos, soaks, fuzzing, emulated devices"
 	@echo "make test-plain  the short tests of the server, without the compiled hot path"
+	@echo "make test-python PYTHON=python3.13  the short tests of the server on its sources, with another Python"
 	@echo "make gpu     tests and benchmarks that need a CUDA device; results in build/gpu"
 	@echo "make gpu-bundle  what benchmarks/gpu.sh needs on a machine with a device and no network, in build/gpu-bundle"
 	@echo "make compile compile the hot path again, after an edit"
@@ -115,6 +116,25 @@ test-plain: export PYTHONDONTWRITEBYTECODE =
 test-plain: $(READY)
 	$(PYTEST) tests/test_compiled_build.py tests/test_halfserve.py tests/benchmarks/test_request_cost.py
 	$(PYTEST) -m "not long" $(SERVER_TESTS)
+
+# Another Python, in an environment of its own, with what a server has and its tests need: no torch, no ray and no converter.
+# Tests that import one of these are left out.
+PYTHON_LANE := build/test-$(notdir $(PYTHON))
+SERVED := bench openvino pictures s3 sign text trace
+TESTING := pytest pytest-randomly pytest-timeout pytest-xdist flask flask-cors grpcio-tools httpx hypothesis jsonschema "moto[s3]" \
+	openai pyyaml trustme "tritonclient[grpc,http]"
+SERVED_TESTS := tests/test_compiled_build.py $(addprefix tests/serve/,engine protocol transports http client security observability storage)
+WITHOUT := client/test_array_conversion.py http/tasks/test_aiperf.py http/tasks/test_exported_models.py
+test-python: export HALFSERVE_COMPILED = 0
+test-python: VENV = $(PYTHON_LANE)
+test-python: BIN = $(PYTHON_LANE)/bin
+test-python:
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
+	@$(UV) --requirement pyproject.toml $(addprefix --extra ,$(SERVED)) $(TESTING)
+	$(BIN)/python --version
+	PYTHONPATH=$(CURDIR) $(BIN)/python -m pytest --numprocesses logical --dist worksteal -m "not long" \
+		$(SERVED_TESTS) $(addprefix --ignore=tests/serve/,$(WITHOUT))
 
 gpu: $(READY)
 	$(BIN)/python -m benchmarks.cuda_device.bundle --models-only build/gpu-bundle
