@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +19,10 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
-import openvino_genai as genai
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]  # (the server brings it)
+
+sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # (so that OpenVINO cannot report its use to its maker)
+import openvino_genai as genai  # noqa: E402  (after the line above)
 
 SCHEDULER_FIELDS = ("cache_size", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens")
 MAX_RESPONSE_TOKENS = 64

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,7 @@ def onnx_runtime() -> Facts:
 
 def openvino() -> Facts:
     """Version and devices of OpenVINO."""
+    import_module("halfserve.serve.backends.openvino")  # first, so that OpenVINO reports nothing
     import openvino as ov  # noqa: PLC0415  (only this part needs it, and it may be broken)
 
     return {"version": metadata.version("openvino"), "devices": ov.Core().available_devices}

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -68,6 +69,7 @@ def try_out(trial: dict[str, Any], models: BinaryIO) -> dict[str, Any]:
 
 
 def _try_openvino(model: str | bytes, properties: dict[str, Any], extension: str) -> None:
+    import_module("halfserve.serve.backends.openvino")  # first, so that OpenVINO reports nothing
     import openvino as ov  # noqa: PLC0415  (takes 0.4 s, and may not be installed)
 
     core = ov.Core()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -379,3 +380,22 @@ def test_a_graph_that_ends_its_process_is_refused(tmp_path: Path, probe: CrashPr
     runtime = OpenVinoRuntime(probe)
     with pytest.raises(ModelLoadError, match=r"the model ends OpenVINO .*'s process \(SIG"):
         runtime.load(path, read_interface(path), ON_CPU, with_parameters())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import halfserve.serve.backends.openvino.runtime",
+        "from halfserve.serve.doctor.examination import openvino; openvino()",
+        "from halfserve.serve.backends.onnx_runtime.probe_child import _try_openvino; _try_openvino(sys.argv[1], {}, '')",
+    ],
+)
+def test_openvino_reports_its_use_to_nobody(tmp_path: Path, code: str) -> None:
+    path = save_mlp(tmp_path / "model.onnx")
+    variables = {name: value for name, value in os.environ.items() if name != "CI"} | {"HOME": str(tmp_path)}
+    said = "import sys; {}; print('openvino' in sys.modules, 'openvino_telemetry.main' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", said.format(code), path], env=variables, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split()[-2:] == ["True", "False"]
+    assert not (tmp_path / "intel").exists()
