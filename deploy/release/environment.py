@@ -28,14 +28,10 @@ class Environment:
         variables = {**kept, "PATH": str(scripts), "CC": "no-compiler-here"}
         return Installation(scripts=scripts, folder=self._folder, variables=variables)
 
-    def install(self, wheel: Path, *extras: str, verified: bool = True) -> float:
-        """Install a wheel and its dependencies, none of which may have to be built; returns the seconds that it took.
+    def install(self, wheel: Path, *extras: str) -> float:
+        """Install a wheel and its dependencies with the hashes of hashes.txt; returns the seconds that it took.
 
-        Args:
-            wheel: the wheel of halfserve.
-            extras: its extras to install.
-            verified: every file must have a hash in hashes.txt. False for torch, which machines take from other places than
-                the package index, as a build for CPUs.
+        None may have to be built.
 
         Raises:
             ReleaseError: the installation fails.
@@ -43,7 +39,7 @@ class Environment:
         started = time.monotonic()
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
         wanted = f"halfserve[{','.join(extras)}] @ {wheel.resolve().as_uri()}#sha256={digest}"
-        checked = ["--require-hashes", "--constraint", str(HASHES)] if verified else []
+        checked = ["--require-hashes", "--constraint", str(HASHES)]
         command = ["uv", "pip", "install", "--quiet", "--only-binary", ":all:", *checked, "--python", str(self._folder), wanted]
         run(command, folder=self._folder)
         return time.monotonic() - started

@@ -86,8 +86,8 @@ class Installation:
             server.communicate()
 
 
-def smoke(installation: Installation, *, converts: bool, measures: bool = True) -> str:
-    """Convert (if `converts`), serve, ask and measure (if `measures`) a small model.
+def smoke(installation: Installation, *, measures: bool = True) -> str:
+    """Convert, serve, ask and measure (if `measures`) a small model.
 
     Returns:
         One line that says what was seen.
@@ -98,15 +98,13 @@ def smoke(installation: Installation, *, converts: bool, measures: bool = True) 
     version = installation.halfserve("--version").strip()
     if "from the checkout" in version:
         raise SmokeError(f"the installation is not what runs: {version}")
-    model = _save_model(installation.folder / "mlp.onnx")
-    if converts:
-        source, model = model, installation.folder / "mlp16.onnx"
-        installation.halfserve("convert", str(source), str(model))
+    source, model = _save_model(installation.folder / "mlp.onnx"), installation.folder / "mlp16.onnx"
+    installation.halfserve("convert", str(source), str(model))
     with installation.served(model) as (address, ready_s):
         connected = (model.stem, "--address", address, "--json")
         _check_answer(json.loads(installation.halfserve("infer", *connected, "--input", f"x={json.dumps(ROWS)}")))
         rate = _rate(installation, connected) if measures else ""
-    return f"{version.partition(';')[0]}: {'converts, ' * converts}serves after {ready_s:.1f} s, answers right{rate}"
+    return f"{version.partition(';')[0]}: converts, serves after {ready_s:.1f} s, answers right{rate}"
 
 
 def _rate(installation: Installation, connected: Sequence[str]) -> str:
@@ -146,4 +144,4 @@ def _check_answer(answer: dict[str, Any]) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
         here = Installation(scripts=Path(sys.executable).parent, folder=Path(scratch), variables=os.environ)
-        sys.stdout.write(f"{smoke(here, converts='--convert' in sys.argv)}\n")
+        sys.stdout.write(f"{smoke(here)}\n")
