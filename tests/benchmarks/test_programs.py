@@ -73,7 +73,7 @@ def test_models_on_demand_are_asked_and_checked(capsys: pytest.CaptureFixture[st
     answered = {row[0].strip(): int(row[1]) for line in out.splitlines() if len(row := line.split("│")[1:]) > 2}
     assert answered["on demand: all"] == answered["of loaded models"] + answered["that waited for a load"]
     assert min(answered.values()) > 0
-    assert "at most 2 models at a time" in out
+    assert "peak of loaded models 2.0 MiB of 3 MiB" in out
 
 
 def wheel(folder: Path) -> Path:
