@@ -51,7 +51,7 @@ def levels_table(report: BenchmarkReport, *, narrow: bool = False) -> Table:
         cells += [f"{level.load.amount:g}", f"{level.requests_per_second:.0f}"]
         cells += [f"{level.requests_per_second * level.batch_size:.0f}"] if per_row else []
         cells += ["-" if level.goodput_per_second is None else f"{level.goodput_per_second:.0f}"] if goodput else []
-        figures = dict(zip(HEADINGS, _figures(level), strict=True))
+        figures: dict[str, str] = dict(zip(HEADINGS, _figures(level), strict=True))
         cells += [*(figures[heading] for heading in shown), str(level.failed)]
         table.add_row(*cells, style="bold" if level is report.best else None)
     return table

@@ -53,7 +53,8 @@ class RecordedPoints:
         self.spent_s += entry.pop("spent_s")
         if "refused" in entry:
             raise RefusedSettingsError(entry["refused"])
-        return TuningPoint(**entry | {"choice": choice})
+        entry["choice"] = choice
+        return TuningPoint(**entry)
 
     def _write(self) -> None:
         if self._path is None:
