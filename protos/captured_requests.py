@@ -1,22 +1,21 @@
 """Captured requests on disk: what `serve --capture` writes, and `bench`, `convert`, `verify` and `export` read.
 
 A capture is a folder with one folder per model. It holds numbered shards, FOLDER/MODEL/000001.npz, each written as a whole. A
-shard is an uncompressed .npz file. Its array `index` has the bytes of a JSON object: the schema's number, and one entry per
-request. The other arrays are the requests' tensors, `<position in the index>/<name of the input>`: BF16 as uint16 bit patterns,
-BYTES as uint8 in the form of the wire, which is a little-endian uint32 length before each element.
+shard is an uncompressed .npz file: `schema` has the schema's number, and the other arrays one value per request, but for
+`messages`. That has the bytes of all requests, one after the other, as serialized ModelInferRequests; `end` says where each of
+them ends. Tensors in shared memory are put into their message. A server takes messages apart only for its models, and
+not for the capture: it would take ten times as long.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import json
 import math
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -26,7 +25,7 @@ from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.inference_pb2 import ModelInferRequest
 
 SCHEMA: Final = 1
-INDEX: Final = "index"
+COLUMNS: Final = ("time_s", "model", "version", "latency_ms", "status")  # fields of both classes of requests
 LENGTH_BYTES: Final = 4  # before each element of BYTES
 # Statuses of requests that may be valid: the server answered them, or had no time, room or caller for them.
 USABLE: Final = frozenset({"OK", "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "UNAVAILABLE"})
@@ -161,7 +160,7 @@ def is_capture(path: Path) -> bool:
 
 def read_capture(folder: Path, model: str = "") -> list[CapturedRequest]:
     """Read all captured requests of one model into memory, the earliest first; see `read_traffic`."""
-    requests = [request for shard, _ in _shards(folder, model) for request in shard]
+    requests = [request for shard, _, _ in _shards(folder, model) for request in shard]
     return sorted(requests, key=lambda request: request.time_s)
 
 
@@ -177,11 +176,11 @@ def read_traffic(folder: Path, model: str = "", *, most_rows: int, most_bytes: i
     kept: list[CapturedRequest] = []
     times: list[float] = []
     digest, shards, refused, stride = hashlib.sha256(), 0, 0, 1
-    for requests, sha256 in _shards(folder, model):
+    for requests, unfit, sha256 in _shards(folder, model):
         digest.update(f"{sha256}\n".encode())
         shards += 1
         usable = [request for request in requests if request.status in USABLE]
-        refused += len(requests) - len(usable)
+        refused += unfit + len(requests) - len(usable)
         kept += usable[-len(times) % stride :: stride]
         times += [request.time_s for request in usable]
         while len(kept) > 1 and (
@@ -208,8 +207,8 @@ def read_traffic(folder: Path, model: str = "", *, most_rows: int, most_bytes: i
     return CapturedTraffic(folder=folder, requests=requests, times_s=times_s, summary=summary)
 
 
-def _shards(folder: Path, model: str) -> Iterator[tuple[list[CapturedRequest], str]]:
-    """Yield the requests of each shard of a model, and the shard's SHA-256 in hexadecimal."""
+def _shards(folder: Path, model: str) -> Iterator[tuple[list[CapturedRequest], int, str]]:
+    """Yield the requests of each shard of a model, the number of unfit ones, and the shard's SHA-256 in hexadecimal."""
     try:
         places = [folder, *(path for path in folder.iterdir() if path.is_dir())]
         found = {place.name: shards for place in places if (shards := [p for p in place.iterdir() if p.suffix == ".npz"])}
@@ -226,36 +225,60 @@ def _shards(folder: Path, model: str) -> Iterator[tuple[list[CapturedRequest], s
     for path in sorted(found.get(model) or next(iter(found.values()))):
         try:
             content = path.read_bytes()
-            requests = _requests(content)
+            requests, unfit = _requests(content)
         except FileNotFoundError:
             continue  # a server that captures has removed it as the oldest
         except OSError as error:
             raise CapturedRequestsError(f"{path}: cannot be read: {error.strerror}") from None
-        except Exception as error:  # zipfile, numpy and json raise anything for files that are not shards
+        except Exception as error:  # zipfile, numpy and protobuf raise anything for files that are not shards
             raise CapturedRequestsError(
                 f"{path}: is not a whole shard of captured requests ({type(error).__name__}: {error}); move it elsewhere"
             ) from error
-        yield requests, hashlib.sha256(content).hexdigest()
+        yield requests, unfit, hashlib.sha256(content).hexdigest()
 
 
-def _requests(shard: bytes) -> list[CapturedRequest]:
+def _requests(shard: bytes) -> tuple[list[CapturedRequest], int]:
+    """Return the requests of a shard, and the number of those whose tensors do not fit their shapes."""
     with np.load(io.BytesIO(shard), allow_pickle=False) as arrays:
-        index = json.loads(arrays[INDEX].tobytes())
-        if index["schema"] != SCHEMA:
-            raise ValueError(f"has schema {index['schema']!r:.40}, expected {SCHEMA}; use the halfserve that wrote it")
-        return [_request(entry, f"{position}/", arrays) for position, entry in enumerate(index["requests"])]
+        if (schema := arrays["schema"].item()) != SCHEMA:
+            raise ValueError(f"has schema {schema!r:.40}, expected {SCHEMA}; use the halfserve that wrote it")
+        data = arrays["messages"].tobytes()
+        columns = [arrays[name].tolist() for name in COLUMNS]
+        ends = arrays["end"].tolist()
+    requests = list[CapturedRequest]()
+    for start, end, values in zip([0, *ends[:-1]], ends, zip(*columns, strict=True), strict=True):
+        message = ModelInferRequest.FromString(data[start:end])
+        with suppress(ValueError, OverflowError):  # the server has refused it when it read the tensors
+            requests.append(_request(message, dict(zip(COLUMNS, values, strict=True))))
+    return requests, len(ends) - len(requests)
 
 
-def _request(entry: dict[str, Any], prefix: str, arrays: Mapping[str, Array]) -> CapturedRequest:
-    shapes = entry.pop("shapes")
-    inputs = {name: _from_disk(arrays[prefix + name], wire, shapes[name]) for name, wire in entry["datatypes"].items()}
-    return CapturedRequest(**entry, inputs=inputs)
+def _request(message: ModelInferRequest, values: dict[str, Any]) -> CapturedRequest:
+    given_as = {name: parameter.WhichOneof("parameter_choice") for name, parameter in message.parameters.items()}
+    raw = iter(message.raw_input_contents)
+    return CapturedRequest(
+        **values,
+        request_id=message.id,
+        parameters={name: getattr(message.parameters[name], kind) for name, kind in given_as.items() if kind},
+        inputs={tensor.name: _array(tensor, raw) for tensor in message.inputs},
+        datatypes={tensor.name: tensor.datatype for tensor in message.inputs},
+    )
 
 
-def _from_disk(array: Array, wire: str, shape: Sequence[int]) -> Array:
-    if BY_WIRE[wire].itemsize is None:
-        return _elements(array.tobytes(), shape)
-    return array.view(BY_WIRE[wire].array_dtype).reshape(shape)
+def _array(tensor: ModelInferRequest.InferInputTensor, raw: Iterator[bytes]) -> Array:
+    """Return a tensor's elements. Raises ValueError or OverflowError: they do not fit its shape or datatype."""
+    datatype, shape = BY_WIRE[tensor.datatype], tuple(tensor.shape)
+    data = None if tensor.HasField("contents") else next(raw, b"")
+    if data is None and datatype.contents is not None:
+        values = list(getattr(tensor.contents, datatype.contents))
+        array = np.empty(len(values), datatype.array_dtype)
+        array[:] = values
+        return array.reshape(shape)
+    if datatype.itemsize is None:
+        return _elements(data or b"", shape)
+    if datatype.wire == "BOOL":  # any other byte than 0 is true
+        return np.frombuffer(data or b"", np.uint8).astype(np.bool_).reshape(shape)
+    return np.frombuffer(bytearray(data or b""), datatype.array_dtype).reshape(shape)
 
 
 def _elements(data: bytes, shape: Sequence[int]) -> Array:
@@ -272,68 +295,27 @@ def _elements(data: bytes, shape: Sequence[int]) -> Array:
     return array.reshape(tuple(shape))
 
 
-def encode_shard(messages: Sequence[CapturedMessage]) -> tuple[bytes, int]:
-    """Return a shard of the messages whose tensors fit their shapes, and the number of these."""
-    entries: list[dict[str, Any]] = []
+def encode_shard(captured: Sequence[CapturedMessage]) -> bytes:
+    """Return a shard of at least one message."""
+    messages = [_with_copies(one) if one.copied else one.data for one in captured]
+    arrays: dict[str, Any] = {name: np.array([getattr(one, name) for one in captured]) for name in COLUMNS}
+    arrays["schema"] = np.array(SCHEMA)
+    arrays["messages"] = np.frombuffer(b"".join(messages), np.uint8)
+    arrays["end"] = np.cumsum([len(message) for message in messages])
     shard = io.BytesIO()
-    with zipfile.ZipFile(shard, "w", zipfile.ZIP_STORED) as archive:
-        for captured in messages:
-            message = ModelInferRequest.FromString(bytes(captured.data))
-            try:
-                arrays = _to_disk(message, captured.copied or [None] * len(message.inputs))
-            except (ValueError, OverflowError):  # the server has refused it when it read the tensors
-                continue
-            for name, array in arrays.items():
-                _write_array(archive, f"{len(entries)}/{name}", array)
-            entries.append(_entry(captured, message))
-        index = json.dumps({"schema": SCHEMA, "requests": entries}, separators=(",", ":")).encode()
-        _write_array(archive, INDEX, np.frombuffer(index, np.uint8))
-    return shard.getvalue(), len(entries)
+    np.savez(shard, **arrays)
+    return shard.getvalue()
 
 
-def _entry(captured: CapturedMessage, message: ModelInferRequest) -> dict[str, Any]:
-    given_as = {name: parameter.WhichOneof("parameter_choice") for name, parameter in message.parameters.items()}
-    return {
-        "time_s": captured.time_s,
-        "model": captured.model,
-        "version": captured.version,
-        "request_id": message.id,
-        "latency_ms": captured.latency_ms,
-        "status": captured.status,
-        "parameters": {name: getattr(message.parameters[name], kind) for name, kind in given_as.items() if kind},
-        "datatypes": {tensor.name: tensor.datatype for tensor in message.inputs},
-        "shapes": {tensor.name: list(tensor.shape) for tensor in message.inputs},
-    }
-
-
-def _to_disk(message: ModelInferRequest, copied: Sequence[bytes | None]) -> dict[str, Array]:
-    """Return the tensors of a message as they are stored. Raises ValueError or OverflowError: one does not fit its shape."""
-    raw, arrays = iter(message.raw_input_contents), dict[str, Array]()
-    for tensor, given in zip(message.inputs, copied, strict=True):
-        datatype, shape = BY_WIRE[tensor.datatype], tuple(tensor.shape)
-        data = next(raw) if given is None and message.raw_input_contents else given
-        values: Any = getattr(tensor.contents, datatype.contents or "") if data is None else ()
-        if datatype.itemsize is None:
-            if data is None:
-                data = b"".join([len(value).to_bytes(LENGTH_BYTES, "little") + value for value in values])
-            _elements(data, shape)  # a check
-            arrays[tensor.name] = np.frombuffer(data, np.uint8)
-        elif data is None:
-            arrays[tensor.name] = np.array(values, datatype.numpy).reshape(shape)
-        elif datatype.wire == "BOOL":  # any other byte than 0 is true
-            arrays[tensor.name] = np.frombuffer(data, np.uint8).astype(np.bool_).reshape(shape)
+def _with_copies(captured: CapturedMessage) -> bytes:
+    """Return the message of a request with its tensors that lay in shared memory."""
+    message = ModelInferRequest.FromString(bytes(captured.data))
+    sent = iter(list(message.raw_input_contents))
+    is_typed = not message.raw_input_contents
+    del message.raw_input_contents[:]
+    for tensor, copy in zip(message.inputs, captured.copied, strict=True):
+        if copy is None and is_typed:
+            tensor.contents.SetInParent()  # an empty tensor may lack the field
         else:
-            arrays[tensor.name] = np.frombuffer(data, datatype.numpy or "<u2").reshape(shape)
-    return arrays
-
-
-def _write_array(archive: zipfile.ZipFile, name: str, array: Array) -> None:
-    archive.writestr(zipfile.ZipInfo(f"{name}.npy"), b"".join((_npy_header(array.dtype, array.shape), array.tobytes())))
-
-
-@lru_cache(maxsize=256)  # numpy.savez, which makes every header again, takes 4 times as long for small tensors
-def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    header = io.BytesIO()
-    content = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(header, content)
-    return header.getvalue()
+            message.raw_input_contents.append(next(sent) if copy is None else copy)
+    return message.SerializeToString()

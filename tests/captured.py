@@ -42,6 +42,6 @@ def write_capture(folder: Path, *requests: CapturedMessage, model: str = "scores
     """Write shards of at most `shard` requests; return the capture's folder."""
     (folder / model).mkdir(parents=True, exist_ok=True)
     for number, start in enumerate(range(0, len(requests), shard), 1):
-        content, _ = encode_shard(requests[start : start + shard])
+        content = encode_shard(requests[start : start + shard])
         (folder / model / f"{number:06}.npz").write_bytes(content)
     return folder

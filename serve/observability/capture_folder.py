@@ -31,7 +31,7 @@ class CaptureFolder:
 
     Attributes:
         captured: number of requests on the disk.
-        dropped: number of requests that were lost: the disk could not be written, or their tensors did not fit their shapes.
+        dropped: number of requests that were lost: the disk could not be written, or has no room for them.
         freed_bytes: size of all requests that were given to `write`, whether they were written or not.
         size: bytes of all shards in the folder, as of the last write.
     """
@@ -77,8 +77,8 @@ class CaptureFolder:
 
     def _write(self, model: str, group: list[CapturedMessage]) -> int:
         """Write a shard, and return the number of its requests."""
-        shard, count = encode_shard(group)
-        if not count or len(shard) > self._max_bytes:
+        shard = encode_shard(group)
+        if len(shard) > self._max_bytes:
             return 0
         try:
             with self._alone():
@@ -92,7 +92,7 @@ class CaptureFolder:
         if self._is_failing:
             logger.warning("requests are captured in %s again", self._path)
         self._is_failing = False
-        return count
+        return len(group)
 
     def _write_alone(self, folder: Path, shard: bytes) -> None:
         shards = sorted(self._shards())
