@@ -48,9 +48,10 @@ $(DEMO): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 with the venv module was found; install one or run: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "make: creating $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV)
+	@echo "make: installing uv, which installs the rest, and the compiler of the hot path"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
 	@$(UV) setuptools mypy
-	@echo "make: installing the packages that train, export, serve and measure (1.6 GB)"
+	@echo "make: downloading and installing the packages that train, export, serve and measure (1.6 GB)"
 	@$(BIN)/python setup.py --quiet build_ext --inplace & compiling=$$!; started=$$(date +%s); \
 		$(UV) --requirement pyproject.toml --extra demo && echo "make: the packages are installed ($$(($$(date +%s) - started)) s)"; \
 		installed=$$?; wait $$compiling && exit $$installed

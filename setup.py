@@ -47,15 +47,18 @@ follow_imports = silent
 
 
 class CompileLibraries(build_ext):
-    """Compiles each library that is older than its code, and says how long that took."""
+    """Compiles each library that is older than its code, and says how long that took, and how many are done."""
+
+    done = 0
 
     def build_extension(self, ext: Extension) -> None:
         started = time.monotonic()
         super().build_extension(ext)
         folder = ext.name.rpartition(".compiled_")[2].removesuffix(COMPILED["LIBRARY"])
         seconds = time.monotonic() - started
+        self.done += 1
         if folder != ext.name and seconds >= 1:
-            _say(f"  {folder.replace('_', ' ')}: {seconds:.0f} s")
+            _say(f"  {self.done} of {len(self.extensions)}: {folder.replace('_', ' ')}, {seconds:.0f} s")
 
 
 class CompileHotPath(build_ext):
@@ -96,7 +99,10 @@ class CompileHotPath(build_ext):
 
     def _compile(self, modules: list[str]) -> None:
         _say(f"compiling the server's hot path, {len(modules)} modules, on {os.cpu_count()} processor cores")
+        started = time.monotonic()
         self.distribution.ext_modules = self._translated(modules)
+        libraries = len(self.distribution.ext_modules)
+        _say(f"  translated to C in {time.monotonic() - started:.0f} s; compiling {libraries} libraries")
         compiler = CompileLibraries(self.distribution)  # a new command, as this one has taken note of other extensions
         for option in ("inplace", "editable_mode", "build_lib", "build_temp", "force"):
             setattr(compiler, option, getattr(self, option))

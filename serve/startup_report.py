@@ -50,7 +50,8 @@ def print_text(report: StartupReport, scheme: str) -> None:
     """Print the report as text; `scheme` is "http" or "https"."""
     for model in report.models:
         batch = f"batches of up to {model.max_batch_size}" if model.max_batch_size else "no batching"
-        typer.echo(f"{model.name}/{model.version}  {model.provider}, {model.precision}, {batch}")
+        verdict = f", certificate {model.verdict}" if model.verdict else ""
+        typer.echo(f"{model.name}/{model.version}  {model.provider}, {model.precision}, {batch}{verdict}")
         if model.measured:
             typer.echo(f"  measured: {model.measured}")
         for line in () if model.composition is None else model.composition.parts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -145,9 +146,11 @@ class _Question:
         """Return the command that proves the precision: for a file of another half-precision type, in addition to that type."""
         own = [precision for precision, short in SHORT.items() if short in self.written]
         types = f"--dtype {wanted}" if wanted in own or not own else f"--dtype {own[0]} --precisions {wanted}"
-        in_repository = self.path.parent.name.isdigit()  # the folder of a version
-        place = "--repository REPOSITORY --name NAME" if in_repository else "MODEL.onnx"
-        return f"`halfserve convert FP32_MODEL {place} {types}`"
+        place = [str(self.path)]
+        if self.path.parent.name.isdigit():  # the folder of a version
+            folder = self.path.parent.parent
+            place = ["--repository", str(folder.parent), "--name", folder.name]
+        return f"`halfserve convert FP32_MODEL {shlex.join(place)} {types}` (FP32_MODEL: the file it was converted from)"
 
 
 def _allowed_errors(path: Path) -> dict[CpuPrecision, float]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from halfserve.serve.benchmark import BenchmarkError
 from halfserve.serve.benchmark.benchmark_report import BenchmarkReport
-from halfserve.serve.benchmark.comparison import MAX_REQUESTS, ComparedLevel, compare, differences
+from halfserve.serve.benchmark.comparison import MAX_REQUESTS, ComparedLevel, compare, differences, unlike_inputs
 from halfserve.serve.benchmark.level import Level, Load
 from halfserve.serve.benchmark.load.spec import INTERRUPTED
 from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
@@ -113,13 +113,19 @@ def _compared(campaign: Campaign, progress: ProgressBar) -> tuple[BenchmarkRepor
             progress.note(note)
         report = _report(campaign, targets[0])
         ending: Ending = None
+        first, *others = targets
+        alike: list[tuple[str, LoadTarget]] = []
+        for name, other in zip(names[1:], others, strict=True):
+            inputs = unlike_inputs(first.plain_requests, other.plain_requests) if options.captured is None else ""
+            if inputs:
+                note = f"{name} takes other inputs than {names[0]}: {inputs}. Their speed is compared, and not their answers"
+                progress.note(note)
+                report = replace(report, notes=[*report.notes, note])
+            else:
+                alike.append((name, other))
         try:
-            first, *others = targets
             asked = first.plain_requests[: MAX_REQUESTS if options.captured is None else None]
-            found = [
-                differences(name, first.client, asked, other.client, other.plain_requests)
-                for name, other in zip(names[1:], others, strict=True)
-            ]
+            found = [differences(name, first.client, asked, other.client, other.plain_requests) for name, other in alike]
             report = replace(report, differences=found)
             for load in campaign.loads:
                 lines += _compared_load(campaign, names, targets, load, progress)

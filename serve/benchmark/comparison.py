@@ -173,6 +173,16 @@ class Differences:
         return {**vars(self), "outputs": [one.to_json() for one in self.outputs], "not_compared": list(self.not_compared)}
 
 
+def unlike_inputs(requests: Sequence[ModelInferRequest], others: Sequence[ModelInferRequest]) -> str:
+    """Return the inputs of both where the requests do not have the same ones, of the same shapes; "" where they do."""
+    ours, theirs = ({tensor.name: tensor for tensor in of[0].inputs} for of in (requests, others))
+    if {name: list(one.shape) for name, one in ours.items()} == {name: list(one.shape) for name, one in theirs.items()}:
+        return ""
+    return " in place of ".join(
+        ", ".join(f"{one.name} {one.datatype}[{','.join(map(str, one.shape))}]" for one in of.values()) for of in (theirs, ours)
+    )
+
+
 def differences(
     name: str,
     client: Client,

@@ -108,7 +108,7 @@ def _ratio(spread: Spread) -> str:
 
 
 def differences_table(report: BenchmarkReport) -> Table:
-    table = Table(title="the same inputs, answers compared", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = Table(title="answers to the same inputs", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     unequal = any(d.mismatched for one in report.differences for d in one.outputs)
     headings = ("differ", "error", "scaled error", "agreement", *(["unequal"] if unequal else []))
     table.add_column("target", no_wrap=True)
@@ -123,10 +123,11 @@ def differences_table(report: BenchmarkReport) -> Table:
             errors = (f"{d.max_abs:.2g}", f"{d.scaled:.2g}", agreement, *([str(d.mismatched)] if unequal else []))
             table.add_row(shown[one.name], d.output, f"{d.differing}/{one.requests}", *errors)
         for output in one.not_compared:
-            table.add_row(shown[one.name], f"{output} (not in both)")
+            table.add_row(shown[one.name], f"{output} (not in both, or in other shapes)")
         if one.failed:
             table.add_row(shown[one.name], "(no answer on one side)", f"{one.failed}/{one.requests}")
     meaning = [
+        *([] if any(one.outputs for one in report.differences) else ["no output has the same name and shape in both"]),
         "differ: answers that are not equal; error: the largest difference; scaled: as a share of the answer's largest value",
         *(["unequal: elements with NaN or infinity on one side only, or texts that differ"] if unequal else []),
     ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+LISTING = "`halfserve models` (RepositoryIndex)"  # in the server's errors; see engine/errors.py
 RETRY_HINT_KEY = "grpc-retry-pushback-ms"  # gRPC's own trailer for a retry delay in milliseconds
 LONGEST_HINT = 10  # digits of the longest accepted delay, 115 days, as in gRPC's own clients
 # Status texts that grpc generates itself, without a server.
@@ -164,7 +165,9 @@ def from_rpc_error(error: Any, *, method: str, address: str, timeout_s: float | 
         return trouble
     if (local := _local_failure(code, details, method=method, address=address, timeout_s=timeout_s)) is not None:
         return local
-    message = details or f"{address} answered {method} with {code} and no explanation"
+    # The server does not know how its clients reach it.
+    message = details.replace(LISTING, f"`halfserve models --address {address}`")
+    message = message or f"{address} answered {method} with {code} and no explanation"
     retry_after_s, repeat = _retry_hint(error.trailing_metadata(), code)
     return error_of_code(code, message, retry_after_s=retry_after_s, repeat=repeat)
 
@@ -198,7 +201,9 @@ def _connection_trouble(code: str, details: str, address: str) -> ServerUnavaila
     if has_none:
         reasons = re.findall(r"connection refused|timed out|timeout|not found|no such file|unreachable", details.lower())
         reason = f" ({reasons[-1]})" if reasons else ""
-        text = f"no server answers at {address}{reason}; start one with: halfserve serve PATH"
+        port = address.rpartition(":")[2]
+        option = "" if port == "8001" or not port.isdecimal() else f" --grpc-port {port}"
+        text = f"no server answers at {address}{reason}; start one with: halfserve serve PATH{option}"
         return ServerUnavailable(text, repeat=Repeat.SAFE)
     return None
 

@@ -5,8 +5,10 @@ Texts are for the client: they name its own model, input and values, never paths
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
+from itertools import islice
 from typing import Self
 
 from halfserve.protos.triton_errors import TritonPhrase
@@ -14,6 +16,8 @@ from halfserve.protos.triton_errors import TritonPhrase
 # Most characters of an error's text. It is encoded on the event loop, and gRPC's trailers hold at most MAX_DETAILS bytes (see
 # transports/grpc_framing).
 MAX_TEXT = 4096
+LISTING = "`halfserve models` (RepositoryIndex)"  # how clients list the models; errors over REST name its path instead
+MAX_COMPARED, MAX_NAME = 100, 64  # names that are compared with an unknown one, and their length
 # Signs of a lost device in error texts. After such an error, CUDA fails every call of the process's context:
 # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
 DEVICE_LOST_SIGNS = (
@@ -75,6 +79,16 @@ class InvalidArgumentError(InferenceError):
 
 class NotFoundError(InferenceError):
     """The model or version is not served."""
+
+
+def near_name(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean model 'NAME'?)" for a known model with nearly this name; "" without one.
+
+    Few and short names are compared, as a request must not occupy the event loop for long.
+    """
+    spelled = {one.casefold(): one for one in islice(known, MAX_COMPARED) if len(one) <= MAX_NAME and "'" not in one}
+    near = get_close_matches(name.casefold(), spelled, n=1) if len(name) <= MAX_NAME else []
+    return f" (did you mean model {spelled[near[0]]!r}?)" if near else ""
 
 
 class AlreadyExistsError(InferenceError):

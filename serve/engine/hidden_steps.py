@@ -12,7 +12,8 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 
-NAMED = re.compile(r"model '([^']+)'")  # a model's name in texts
+# A model's name in texts, alone or as the proposal of `near_name`.
+NAMED = re.compile(r"(?P<proposal> \(did you mean )?model '(?P<name>[^']+)'(?(proposal)\?\))")
 STEPS = "halfserve.steps"
 MaySee = Callable[[str], bool]
 
@@ -33,7 +34,7 @@ def without_steps(config: ModelConfig) -> ModelConfig:
 
 def without_names(text: str, may_see: MaySee) -> str:
     """Return a text without the names of models that must stay hidden."""
-    return NAMED.sub(lambda found: found[0] if may_see(found[1]) else "a model", text)
+    return NAMED.sub(lambda found: found[0] if may_see(found["name"]) else "" if found["proposal"] else "a model", text)
 
 
 @contextmanager

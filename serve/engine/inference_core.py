@@ -14,7 +14,14 @@ from halfserve.serve.engine.backend import CPU_PROVIDERS
 from halfserve.serve.engine.caching.caching_scheduler import cache_answers
 from halfserve.serve.engine.caching.response_cache import ResponseCache
 from halfserve.serve.engine.dispatch.short_batches import LoopOccupancy
-from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, NotFoundError, UnavailableError
+from halfserve.serve.engine.errors import (
+    LISTING,
+    InferenceError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+    near_name,
+)
 from halfserve.serve.engine.hidden_steps import hide_names, hides_steps, names_hidden, without_names, without_names_in
 from halfserve.serve.engine.model import Model, VersionState, VersionStates, VersionStatus, in_order
 from halfserve.serve.engine.model_statistics import ServerFigures
@@ -465,9 +472,10 @@ class InferenceCore:
             loading = UnavailableError(f"model {name!r} is being loaded; send the request again in a moment")
             return loading.like(TritonPhrase.NO_VERSION, model=name)
         if self.knows(name):
-            gone = NotFoundError(f"model {name!r} is not served now; RepositoryIndex says why")
+            gone = NotFoundError(f"model {name!r} is not served now; {LISTING} says why")
             return gone.like(TritonPhrase.NO_VERSION if any(known) else TritonPhrase.UNKNOWN_MODEL, model=name)
-        unknown = NotFoundError(f"model {name!r} is not served here; RepositoryIndex lists what is")
+        near = near_name(name, dict.fromkeys(model.name for model in self.models()))
+        unknown = NotFoundError(f"model {name!r} is not served here{near}; {LISTING} lists what is")
         return unknown.like(TritonPhrase.UNKNOWN_MODEL, model=name)
 
     def _unknown_version(self, text: str, name: str, version: str) -> NotFoundError:
@@ -529,7 +537,7 @@ class RestrictedCore(InferenceCore):
         return self._core.served(name) if self._may_see(name) else []
 
     def versions(self, name: str) -> list[Model]:
-        return self._core.versions(name) if self._may_see(name) else super().versions(name)
+        return self._core.versions(name) if self.knows(name) else super().versions(name)
 
     def knows(self, name: str) -> bool:
         return self._may_see(name) and self._core.knows(name)
@@ -578,14 +586,14 @@ class RestrictedCore(InferenceCore):
         self, name: str, config: str | None = None, files: Mapping[str, bytes] | None = None, *, caller: str | None = None
     ) -> None:
         if not self._may_see(name):
-            text = f"the repository has no model {name!r}; RepositoryIndex lists what it has"
+            text = f"the repository has no model {name!r}; {LISTING} lists what it has"
             raise NotFoundError(text).like(TritonPhrase.NOT_IN_REPOSITORY, model=name)
         with names_hidden(self._may_see):
             await self._core.load(name, config, files, caller=caller)
 
     async def unload(self, name: str, *, dependents: bool = False) -> None:
         if not self._may_see(name):
-            raise NotFoundError(f"model {name!r} is not loaded; RepositoryIndex lists what is")
+            raise NotFoundError(f"model {name!r} is not loaded; {LISTING} lists what is")
         await self._core.unload(name, dependents=dependents)
 
     def override(self, name: str) -> str | None:

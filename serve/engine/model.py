@@ -363,6 +363,12 @@ class Model:
         """See `Backend.precision`, and `Composition.precision`."""
         return self.backends[0].precision if self.composition is None else self.composition.precision
 
+    @property
+    def verdict(self) -> str:
+        """The verdict of the checked certificate, "passed" or "failed"; "" without a certificate of its own."""
+        key = "halfserve.certificate"
+        return self.config.parameters[key].string_value if key in self.config.parameters else ""
+
     def labels_of(self, output: str) -> Sequence[str]:
         """Return the class names of an output; those of the step that computes it, if the model is composed and has none of its
         own.

@@ -15,14 +15,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from halfserve.serve.engine.errors import InferenceError, MessageTooLargeError
+from halfserve.serve.engine.errors import LISTING, InferenceError, MessageTooLargeError
 from halfserve.serve.http.routing.error_forms import in_form
 from halfserve.serve.http.routing.operations import JSON_TYPE
 from halfserve.serve.protocol.status import RETRY_HINT, status_of
+from halfserve.serve.security.tokens import TOKEN_OPTION
 from halfserve.serve.transports.task_turns import task_turns
 
-# Errors of all interfaces name the RPC that says more; a client of REST asks its path.
-INDEX_RPC, INDEX_PATH = "RepositoryIndex", "POST /v2/repository/index"
+# Errors of all interfaces say what a client of gRPC does; a client of REST asks the path of the index, and reads no token file.
+FOR_REST = {LISTING: "POST /v2/repository/index", TOKEN_OPTION: ""}
 # By gRPC status, as google.rpc.Code maps them, except that FAILED_PRECONDITION is a conflict:
 # https://github.com/googleapis/googleapis/blob/master/google/rpc/code.proto
 HTTP_STATUSES: dict[int, int] = {
@@ -132,7 +133,9 @@ def _converter(field: Any) -> Callable[[Any], Any] | None:
 def http_status(error: Exception) -> tuple[int, str, dict[str, str]]:
     """Return the status, the text for the client, and headers. An unexpected error is 500, and its text is not sent."""
     status = status_of(error)
-    text = status.details.replace(INDEX_RPC, INDEX_PATH)
+    text = status.details
+    for words, ours in FOR_REST.items():
+        text = text.replace(words, ours)
     if isinstance(error, MessageTooLargeError):
         return 413, text, {}
     headers = {}

@@ -14,6 +14,7 @@ from halfserve.serve.engine.config.model_config import DeclaredConfig, config_fr
 from halfserve.serve.engine.config.parameters import PINNED, own_parameter
 from halfserve.serve.engine.ensembles.graph import step_models
 from halfserve.serve.engine.errors import (
+    LISTING,
     FailedPreconditionError,
     InferenceError,
     InvalidArgumentError,
@@ -22,6 +23,7 @@ from halfserve.serve.engine.errors import (
     UnavailableError,
     UnmetStepsError,
     Wording,
+    near_name,
 )
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.repository.model_loading import models_below, warms_up_code
@@ -156,7 +158,7 @@ class ModelControl:
         if not self._core.knows(name):
             if Wording.as_triton:
                 return
-            raise NotFoundError(f"model {name!r} is not loaded; RepositoryIndex lists what is")
+            raise NotFoundError(f"model {name!r} is not loaded; {LISTING} lists what is")
         await asyncio.shield(self._task(self._unload(name, dependents=dependents)))
 
     def override(self, name: str) -> str | None:
@@ -321,12 +323,12 @@ class ModelControl:
 
     async def _load_from(self, repository: ModelRepository, name: str, config: str | None, refused_steps: list[str]) -> None:
         try:
-            known = name in await self._threads.run(repository.names)
+            names = await self._threads.run(repository.names)
         except ModelLoadError as error:
             logger.warning("%s", error)
             raise UnavailableError("the repository cannot be read now; the server's log says why") from None
-        if not known:
-            text = f"the repository has no model {name!r}; RepositoryIndex lists what it has"
+        if name not in names:
+            text = f"the repository has no model {name!r}{near_name(name, names)}; {LISTING} lists what it has"
             raise NotFoundError(text).like(TritonPhrase.NOT_IN_REPOSITORY, model=name)
         declared = await self._declared(repository, name, config)
         refused = await self._switch.bring_in(repository, name, declared)

@@ -49,7 +49,9 @@ EXPECTED_ATTRIBUTE = f"expected {EXPIRES}=TIME or {MODEL}=NAME"
 EXPECTED_TIME = (
     "expected a time such as 2027-01-31T12:00:00Z, or a date such as 2027-01-31, whose first moment it stands for; in UTC"
 )
-NO_TOKEN = "this server asks for a token; send 'authorization: Bearer <token>', or name the token's file: --token-file"  # noqa: S105  (a text)
+# Only halfserve's own gRPC clients have the option; errors over REST leave it out.
+TOKEN_OPTION = "; halfserve's commands take it from a file: --token-file FILE"  # noqa: S105  (a text)
+NO_TOKEN = f"this server asks for a token; send it in the header 'Authorization: Bearer TOKEN'{TOKEN_OPTION}"
 WRONG_TOKEN = "the token is not valid here; it may have been revoked: ask the server's administrator for another"  # noqa: S105  (a text)
 CHANGED_TOKEN = "what the token may do has changed; make the call again"  # noqa: S105  (a text)
 EXPIRED_TOKEN = "the token has expired; ask the server's administrator for another"  # noqa: S105  (a text)

@@ -102,7 +102,7 @@ class PythonBackend(RequestBackend):
     def __init__(self, model: PythonModel, provider: str, services: Services, start: Start) -> None:
         """Start the runner; `load` makes it ready."""
         self.provider = provider
-        self.precision = "as model.py computes"
+        self.precision = "model.py's own types"
         self._model = model
         self._services = services
         self._dtypes = {spec.name: spec.datatype for spec in model.interface.inputs}

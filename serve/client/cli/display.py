@@ -95,22 +95,24 @@ def datatype_of(array: Array) -> str:
 
 
 def models_table(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """Return a row per model version, from the rows of `halfserve models --json`; the reason or the tensors stand below the
-    model's name.
+    """Return a row per model version, from the rows of `halfserve models --json`. What was measured at the load, and the steps
+    of an ensemble in full, are in that JSON alone.
     """
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("model, inputs -> outputs", overflow="fold")
-    for heading in ("version", "state", "on"):
-        table.add_column(heading, no_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("model", overflow="fold")
+    table.add_column("version", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("computed", overflow="fold", max_width=24)
+    table.add_column("inputs -> outputs", overflow="fold")
     for row in rows:
         lines = [row["reason"]] if row["reason"] else []
         for arrow, key in (("", "inputs"), ("-> ", "outputs")):
             lines += [f"{arrow}{t['name']} {t['datatype']}[{','.join(map(str, t['shape']))}]" for t in row[key]]
-        lines += [f"computed in {row['precision']}"] if row.get("precision") else []
-        lines += [f"measured: {row['measured']}"] if row.get("measured") else []
-        lines += row.get("steps", ())
+        steps = [line.split("  ")[0] for line in row.get("steps", ())]
+        lines += [f"steps: {', '.join(steps)}"] if steps else []
         computes = (row["provider"] or row["platform"]).removesuffix("ExecutionProvider")
-        table.add_row("\n  ".join((row["name"], *lines)), row["version"], row["state"], computes)
+        precision = f"{computes}: {row['precision']}" if row.get("precision") else computes
+        table.add_row(row["name"], row["version"], row["state"], precision, "\n".join(lines))
     return table
 
 

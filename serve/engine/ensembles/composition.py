@@ -188,9 +188,7 @@ def _lines(model: Model) -> list[str]:
     name = f"{model.name}/{model.version}"
     if model.composition is not None:
         return [f"{name} > {line}" for line in model.composition.parts]
-    parameters = model.config.parameters
-    verdict = parameters["halfserve.certificate"].string_value if "halfserve.certificate" in parameters else ""
-    return [f"{name}  {model.provider}, {model.precision}{f', certificate {verdict}' if verdict else ''}"]
+    return [f"{name}  {model.provider}, {model.precision}{f', certificate {model.verdict}' if model.verdict else ''}"]
 
 
 def misfit(graph: EnsembleGraph, models: Sequence[Model], max_batch_size: int) -> str | None:

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.errors import (
+    LISTING,
     FailedPreconditionError,
     InferenceError,
     InvalidArgumentError,
@@ -239,7 +240,7 @@ class Controller:
         found = [one for one in answer.model_stats if one.name == request.name and request.version in {"", one.version}]
         if not found:
             what = f"model {request.name!r}" + (f" version {request.version!r}" if request.version else "")
-            raise NotFoundError(f"{what} is not served; RepositoryIndex lists what is")
+            raise NotFoundError(f"{what} is not served; {LISTING} lists what is")
         return pb.ModelStatisticsResponse(model_stats=found)
 
     async def _metrics(self, _: Message) -> Message:
@@ -331,7 +332,7 @@ class Controller:
             NotFoundError: the model is not loaded.
         """
         if not self._is_loaded(name):
-            raise NotFoundError(f"model {name!r} is not loaded; RepositoryIndex lists what is")
+            raise NotFoundError(f"model {name!r} is not loaded; {LISTING} lists what is")
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())

@@ -18,7 +18,8 @@ from google.protobuf.message import Message
 from halfserve.protos import inference_pb2 as pb
 from halfserve.protos.agent_pb2 import MemberState, ModelState
 from halfserve.protos.cluster_pb2 import Directory, WatchRequest
-from halfserve.serve.engine.errors import NotFoundError, UnavailableError
+from halfserve.serve.engine.errors import LISTING, NotFoundError, UnavailableError
+from halfserve.serve.engine.hidden_steps import names_hidden
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model_statistics import Totals
 from halfserve.serve.fleet.member.fleet_commands import (
@@ -116,12 +117,13 @@ class ClusterService:
 
     async def _load(self, _local: Method, request: pb.RepositoryModelLoadRequest, call: RpcCall) -> Message:
         if not call.server.may_see(request.model_name):
-            raise NotFoundError(f"the repository has no model {request.model_name!r}; RepositoryIndex lists what it has")
-        return await self._agent.ask(LOAD, request, pb.RepositoryModelLoadResponse)
+            raise NotFoundError(f"the repository has no model {request.model_name!r}; {LISTING} lists what it has")
+        with names_hidden(call.server.may_see):
+            return await self._agent.ask(LOAD, request, pb.RepositoryModelLoadResponse)
 
     async def _unload(self, _local: Method, request: pb.RepositoryModelUnloadRequest, call: RpcCall) -> Message:
         if not call.server.may_see(request.model_name):
-            raise NotFoundError(f"model {request.model_name!r} is not loaded; RepositoryIndex lists what is")
+            raise NotFoundError(f"model {request.model_name!r} is not loaded; {LISTING} lists what is")
         return await self._agent.ask(UNLOAD, request, pb.RepositoryModelUnloadResponse)
 
     async def _change_settings(self, path: str, local: Method, request: Any, call: RpcCall) -> Message:
@@ -133,7 +135,7 @@ class ClusterService:
     async def _statistics(self, _local: Method, request: pb.ModelStatisticsRequest, call: RpcCall) -> Message:
         may_see = call.server.may_see
         if request.name and not may_see(request.name):
-            raise NotFoundError(f"model {request.name!r} is not served here; RepositoryIndex lists what is")
+            raise NotFoundError(f"model {request.name!r} is not served here; {LISTING} lists what is")
         answer = await self._agent.ask(STATISTICS, request, pb.ModelStatisticsResponse)
         return pb.ModelStatisticsResponse(model_stats=[one for one in answer.model_stats if may_see(one.name)])
 

@@ -26,7 +26,7 @@ class Certificates:
     async def of(self, model: Model) -> Certificate | None:
         """Return a model version's certificate; None without one that belongs to it, as the load found out."""
         # An ensemble has none: its steps do.
-        if not model.backends or "halfserve.certificate" not in model.config.parameters:
+        if not model.backends or not model.verdict:
             return None
         copy = model.backends[0]  # not the model: a compiled class has no weak references
         if id(copy) not in self._read:

@@ -170,8 +170,8 @@ def _picture_input(model: Model) -> str:
     """
     task = task_of(model)
     if task != IMAGE_CLASSIFICATION:
-        found = task or "no task that its configuration names"
-        raise InvalidArgumentError(f"model {model.name!r} is for {found}, expected one for {IMAGE_CLASSIFICATION}")
+        found = f"is for {task}" if task else "names no task in its configuration (halfserve.task)"
+        raise InvalidArgumentError(f"model {model.name!r} {found}, expected one for {IMAGE_CLASSIFICATION}")
     if not model.pictures:
         raise FailedPreconditionError(
             f"model {model.name!r} has no preprocessing.json, which says how pictures are scaled and cut; export it again, or "

@@ -229,8 +229,9 @@ class TextEndpoint:
             raise NotFoundError(f"model {name!r} is not served here, {expected}")
         model = await self.core.arrival(name)
         if task_of(model) not in tasks:
-            task = task_of(model) or "no task that its configuration names"
-            raise InputError(f"model {name!r} is for {task}, {expected}", param="model")
+            task = f"is for {task_of(model)}" if task_of(model) else "names no task in its configuration (halfserve.task)"
+            tensors = f"; /v2/models/{name}/infer takes its tensors"
+            raise InputError(f"model {name!r} {task}, {expected}{tensors}", param="model")
         return model
 
 

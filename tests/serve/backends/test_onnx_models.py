@@ -178,7 +178,7 @@ def test_without_openvino_a_model_is_computed_in_float32(
 )
 def test_a_precision_without_a_verdict_is_refused_with_the_command(tmp_path: Path, asked: CpuPrecision, types: str) -> None:
     path = save_mlp(tmp_path / "m.onnx")  # in float16
-    with pytest.raises(ModelLoadError, match=f"no verdict says that this .*`halfserve convert .* {types}`"):
+    with pytest.raises(ModelLoadError, match=f"no verdict says that this .*`halfserve convert FP32_MODEL {path} {types}`"):
         load(path, asked)
     with pytest.raises(ModelLoadError, match="no verdict says that this"):
         load(path, parameters={"halfserve.cpu_precision": asked})

@@ -122,6 +122,17 @@ def test_two_models_are_compared_in_speed_and_answers(server: RunningServer, cap
     assert [(one["outputs"][0]["max_abs"], one["not_compared"]) for one in found["differences"]] == [(0, []), (0, [])]
 
 
+def test_answers_of_a_model_with_other_inputs_are_not_compared(
+    server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = ("--concurrency", "1", "--requests", "2", "--rounds", "1", "--data", "zeros")
+    found = figures(server, capsys, "picky", "--against", "mlp", *load, "--against", "picky")
+    assert [one["name"] for one in found["comparison"]] == ["picky (1)", "mlp", "picky (2)"]
+    assert [one["name"] for one in found["differences"]] == ["picky (2)"]
+    inputs = "mlp takes other inputs than picky (1): x FP16[1,64] in place of i INT64[1,1]."
+    assert found["notes"] == [f"{inputs} Their speed is compared, and not their answers"]
+
+
 def test_a_search_reports_the_highest_load(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     load = ("--concurrency", "1:3", "--requests", "10", "--max-latency-ms", "60000")
     assert bench("mlp", "--address", server.address, "--warmup", "0", *load) == 0

@@ -12,6 +12,7 @@ from halfserve import ClientError, DeadlineExceeded
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.client import errors
 from halfserve.serve.client.errors import WRITE_FAILED, Repeat, from_rpc_error
+from halfserve.serve.engine.errors import LISTING
 from tests.serve.benchmark.load.scripted_peer import HEADERS, OK, Peer, peer
 from tests.serve.client.conftest import Connect
 from tests.serve.client.scripted_server import ScriptedServer
@@ -49,6 +50,12 @@ def translated(code: str, details: str | None, trailers: Any = ()) -> ClientErro
         ("UNAVAILABLE", "the server is stopping", errors.ServerUnavailable, "the server is stopping"),
         ("DEADLINE_EXCEEDED", "expired in the queue", errors.DeadlineExceeded, "expired in the queue"),
         ("INTERNAL", "the model failed", ClientError, "the model failed"),
+        (
+            "NOT_FOUND",
+            f"model 'm' is not served here; {LISTING} lists what is",
+            errors.ModelNotFound,
+            "model 'm' is not served here; `halfserve models --address h:1` lists what is",
+        ),
         ("UNIMPLEMENTED", "no shared memory here", errors.Unsupported, "no shared memory here"),
         ("UNIMPLEMENTED", "Method not found!", errors.Unsupported, "the server at h:1 does not offer ModelInfer"),
         ("INTERNAL", None, ClientError, "h:1 answered ModelInfer with INTERNAL and no explanation"),
@@ -63,13 +70,13 @@ def translated(code: str, details: str | None, trailers: Any = ()) -> ClientErro
             "UNAVAILABLE",
             "failed to connect to all addresses; last error: UNKNOWN: ipv4:1.2.3.4:1: Connection refused (111)",
             errors.ServerUnavailable,
-            r"no server answers at h:1 \(connection refused\); start one with: halfserve serve PATH",
+            r"no server answers at h:1 \(connection refused\); start one with: halfserve serve PATH --grpc-port 1",
         ),
         (
             "UNAVAILABLE",
             "connections to all backends failing; last error: UNKNOWN: ipv4:1.2.3.4:1: Failed to connect: Connection refused",
             errors.ServerUnavailable,
-            r"no server answers at h:1 \(connection refused\); start one with: halfserve serve PATH",
+            r"no server answers at h:1 \(connection refused\); start one with: halfserve serve PATH --grpc-port 1",
         ),
         (
             "UNAVAILABLE",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, NotFoundError, UnavailableError
+from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, NotFoundError, UnavailableError, near_name
+from halfserve.serve.engine.hidden_steps import without_names
 from halfserve.serve.engine.inference_core import Arrived, Cancel, InferenceCore, RestrictedCore
 from halfserve.serve.engine.model import Model, VersionState
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
@@ -99,9 +101,9 @@ async def test_the_error_for_an_unserved_model_says_its_state() -> None:
     core.loadable = frozenset({"new", "refused"})
     for name, error, text in (
         ("loading", UnavailableError, "model 'loading' is being loaded; send the request again in a moment"),
-        ("refused", NotFoundError, "model 'refused' is not served now; RepositoryIndex says why"),
-        ("new", NotFoundError, "model 'new' is not served now; RepositoryIndex says why"),
-        ("nope", NotFoundError, "model 'nope' is not served here; RepositoryIndex lists what is"),
+        ("refused", NotFoundError, "model 'refused' is not served now; `halfserve models`"),
+        ("new", NotFoundError, "model 'new' is not served now; `halfserve models`"),
+        ("nope", NotFoundError, "model 'nope' is not served here; `halfserve models`"),
     ):
         with pytest.raises(error, match=text):
             core.model(name)
@@ -230,12 +232,21 @@ def test_a_view_is_a_core_without_the_other_models() -> None:
 
 def test_models_that_are_not_visible_are_told_of_as_absent_ones() -> None:
     core, view, _ = cores()
-    with pytest.raises(NotFoundError, match="model 'theirs' is not served here; RepositoryIndex lists what is"):
+    with pytest.raises(NotFoundError, match="model 'theirs' is not served here; `halfserve models`"):
         view.model("theirs")
+    for name, proposal in (("Our", " (did you mean model 'ours'?)"), ("their", ""), ("our" * 99, "")):
+        with pytest.raises(NotFoundError, match=re.escape(f"'{name}' is not served here{proposal}; ")):
+            view.model(name)
     with pytest.raises(InvalidArgumentError, match="is not a number"):
         view.model("theirs", "x")
     assert core.model("theirs") is not core.model("theirs", "1")
     assert view.model("ours") is core.model("ours")
+
+
+def test_a_proposal_never_names_a_model_that_is_not_visible() -> None:
+    text = f"the repository has no model 'their'{near_name('their', ['theirs'])}; see its list"
+    assert "(did you mean model 'theirs'?)" in without_names(text, lambda _: True)
+    assert without_names(text, lambda name: name == "their") == "the repository has no model 'their'; see its list"
 
 
 async def test_only_visible_models_are_loaded_and_unloaded() -> None:
@@ -246,9 +257,9 @@ async def test_only_visible_models_are_loaded_and_unloaded() -> None:
     await view.refresh()
     assert (view.override("ours"), view.override("theirs")) == ("config of ours", None)
     for name in ("theirs", "absent"):
-        with pytest.raises(NotFoundError, match=f"the repository has no model '{name}'; RepositoryIndex lists what it has"):
+        with pytest.raises(NotFoundError, match=f"the repository has no model '{name}'; `halfserve models`"):
             await view.load(name)
-        with pytest.raises(NotFoundError, match=f"model '{name}' is not loaded; RepositoryIndex lists what is"):
+        with pytest.raises(NotFoundError, match=f"model '{name}' is not loaded; `halfserve models`"):
             await view.unload(name)
     assert control.asked == ["load ours_loadable {} ['1/model.onnx']", "unload ours", "refresh"]
 

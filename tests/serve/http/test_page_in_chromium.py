@@ -21,17 +21,21 @@ from halfserve.protos.certificates import RECORDED_INPUT, RECORDED_OUTPUT, SAMPL
 from halfserve.serve.engine.model import VersionState
 from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.http.tasks.classification import softmax
+from halfserve.serve.model_control.control_options import ControlMode
 from halfserve.serve.protocol.rpc import Role
 from halfserve.serve.security.security import Security
 from halfserve.serve.security.security_options import SecurityOptions
 from halfserve.serve.security.tokens import new_token
 from tests.models import mlp_weights, save_mlp, save_picky
 from tests.serve.conftest import load_repository, vouched
+from tests.serve.engine.ensembles.configurations import ensemble, step
+from tests.serve.ensemble_folders import save_ensemble
 from tests.serve.http.chromium import Tab, chromium, find_chromium
 from tests.serve.http.page_audit import FAINT, beyond
 from tests.serve.http.running_http import running_http
 from tests.serve.http.tasks.small_picture_models import encoded, save_picture_model
 from tests.serve.http.tasks.small_text_models import save_text_model
+from tests.serve.model_control.controlled import controlled_server
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.security.guarded import write_tokens
 
@@ -314,6 +318,19 @@ def test_the_certificate_is_shown(tab: Tab, url: str) -> None:
     assert "None." in tab.wait_for("document.querySelector('#certificate .empty').textContent")
 
 
+def test_an_ensemble_shows_the_certificates_of_its_steps(tab: Tab, tmp_path: Path) -> None:
+    save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
+    scheme = ensemble(step("mlp", "x=x", "y=out"), input="x:FP16:64", output="out:FP16:10")
+    save_ensemble(tmp_path / "behind", scheme)
+    with controlled_server(tmp_path, ControlMode.NONE) as server, running_http(server) as rest:
+        save_sample(tmp_path / "mlp" / "1", CERTIFICATE)
+        vouched([server.core.model("mlp")])
+        choose(tab, f"http://127.0.0.1:{rest.port}", "behind")
+        assert "mlp/1\npassed" in tab.wait_for("document.querySelector('#certificate dl').innerText")
+        tab.read("document.querySelector('#certificate a').click()")
+        tab.wait_for("document.querySelector('#certificate table') && document.title.startsWith('mlp')")
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("model", ["mlp", "photos"])
@@ -363,8 +380,11 @@ def test_the_api_page_shows_every_route_of_the_document(tab: Tab, url: str, dark
 
 def test_it_is_dark_where_the_reader_is(tab: Tab, url: str) -> None:
     tab.open("about:blank")
-    tab.open(url, dark=True)
+    tab.open(url, dark=True, width=500)
     tab.wait_for(READY)
+    middle = "(e => (e.getBoundingClientRect().top + e.getBoundingClientRect().bottom) / 2)"
+    one, other = (tab.read(f"{middle}(document.querySelector('{part}'))") for part in ("#theme", ".brand"))
+    assert abs(one - other) < 2  # one row
     background = "getComputedStyle(document.body).backgroundColor"
     dark = tab.read(background)
     tab.read("document.querySelector('#theme').click()")

@@ -19,7 +19,7 @@ from tritonclient.utils import InferenceServerException
 
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.engine.config.model_config import config_from_json
-from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.errors import LISTING, ModelLoadError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.model_control.control_options import ALL, ControlMode
 from tests.models import save_mlp
@@ -89,7 +89,7 @@ def test_a_model_is_loaded_served_unloaded_and_loaded_again(client: triton.Infer
     client.unload_model("mlp", unload_dependents=True)
     assert not client.is_model_ready("mlp")
     assert not client.is_model_ready("mlp", "1")
-    with pytest.raises(InferenceServerException, match="model 'mlp' is not served now; RepositoryIndex says why"):
+    with pytest.raises(InferenceServerException, match="model 'mlp' is not served now; `halfserve models`"):
         ask(client)
     assert index(client)[0] == ("mlp", "1", "UNAVAILABLE", "unloaded")
     client.load_model("mlp")
@@ -259,7 +259,7 @@ def test_a_model_folder_that_is_deleted_goes_on_serving(client: triton.Inference
     shutil.rmtree(repository / "mlp")
     assert ask(client) == answer
     assert index(client)[0] == ("mlp", "1", "READY", "")
-    assert refusal(client, "mlp") == ("NOT_FOUND", "the repository has no model 'mlp'; RepositoryIndex lists what it has")
+    assert refusal(client, "mlp") == ("NOT_FOUND", f"the repository has no model 'mlp'; {LISTING} lists what it has")
     assert ask(client) == answer
 
 
@@ -411,7 +411,7 @@ def test_concurrent_loads_and_unloads_take_turns(server: RunningServer, reposito
 
 
 def test_an_unknown_model_cannot_be_unloaded(client: triton.InferenceServerClient) -> None:
-    with pytest.raises(InferenceServerException, match="model 'nope' is not loaded; RepositoryIndex lists what is"):
+    with pytest.raises(InferenceServerException, match="model 'nope' is not loaded; `halfserve models`"):
         client.unload_model("nope")
     client.unload_model("mlp")  # in the repository, and not loaded: nothing to do
 

@@ -127,7 +127,7 @@ def test_tokens_are_asked_for_but_not_by_health(server: RunningServer, tmp_path:
             refused = http.get(path)
             assert status(refused) == (
                 401,
-                "this server asks for a token; send 'authorization: Bearer <token>', or name the token's file: --token-file",
+                "this server asks for a token; send it in the header 'Authorization: Bearer TOKEN'",
             )
             # Chromium reads only the first scheme of a line.
             assert refused.headers.get_list("www-authenticate") == [

@@ -23,6 +23,7 @@ from halfserve.serve.security.model_rights import ModelRights, model_rights
 from halfserve.serve.security.security_options import SecurityError
 from halfserve.serve.security.token_command import token
 from halfserve.serve.security.tokens import (
+    NO_TOKEN,
     TokenHolder,
     Tokens,
     new_token,
@@ -122,7 +123,7 @@ def test_a_missing_token_is_distinguished_from_a_wrong_one(tmp_path: Path, shown
     tokens = Tokens(tmp_path / "tokens")
     with pytest.raises(
         UnauthenticatedError,
-        match="this server asks for a token; send 'authorization: Bearer <token>', or name the token's file: --token-file",
+        match=NO_TOKEN,
     ):
         tokens.admit(shown, Role.INFER)
     for wrong in (b"Bearer x", b"Bearer \xff", b"Basic eDp5"):

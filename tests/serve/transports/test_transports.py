@@ -200,7 +200,7 @@ def test_a_text_that_repeats_a_long_name_does_not_cost_the_call_its_status(chann
         details = refused.value.details()
         assert details.startswith(f"model '{letter}{letter}")
         # Its middle is left out first; where its bytes on the wire are still too many, its end too.
-        assert details.endswith("; RepositoryIndex lists what is" if letter == "x" else f"{letter} ...")
+        assert details.endswith("; `halfserve models` (RepositoryIndex) lists what is" if letter == "x" else f"{letter} ...")
 
 
 def test_a_request_with_too_many_fields_is_refused(channel: grpc.Channel) -> None:

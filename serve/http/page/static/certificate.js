@@ -12,12 +12,11 @@ export class CertificateCard {
   }
 
   async update(model) {
-    const key = JSON.stringify([model.name, model.version, model.certificate]);
+    const key = JSON.stringify([model.name, model.version, model.certificate, model.steps]);
     if (this.element.dataset.key === key) return;
     const title = h("h2", { id: "certificate-title" }, "Precision certificate");
     if (!model.certificate) {
-      const text = "None. halfserve export leaves one beside the model: the proof that fp16 answers as float32 does.";
-      show(this.element, key, () => [title, h("p", { class: "empty" }, text)]);
+      show(this.element, key, () => [title, ...missing(model)]);
       return;
     }
     show(this.element, key, () => [title, h("p", { class: "empty" }, "loading")]);
@@ -32,6 +31,23 @@ export class CertificateCard {
       delete this.element.dataset.key;
     }
   }
+}
+
+function missing(model) {
+  if (model.steps?.length) {
+    const text = "An ensemble has no certificate of its own. Each step's is on the page of its model:";
+    const step = (line) => h("dd", { class: "mono" }, /, certificate (\w+)$/.exec(line)?.[1] ?? "none");
+    const entries = model.steps.flatMap((line) => [h("dt", {}, stepLink(line)), step(line)]);
+    return [h("p", { class: "empty" }, text), h("dl", {}, entries)];
+  }
+  const text = "None. halfserve convert and halfserve export write one beside the model: the proof that fp16 answers as float32 does.";
+  return [h("p", { class: "empty" }, text)];
+}
+
+// A line begins with the model and its version, behind the ensembles around it.
+function stepLink(line) {
+  const id = line.split("  ")[0].split(" > ").at(-1);
+  return h("a", { href: `#${encodeURIComponent(id)}` }, id);
 }
 
 function card(certificate) {

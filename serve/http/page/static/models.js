@@ -13,9 +13,9 @@ function mean(samples, name) {
   return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 }
 
-// A type of numbers without the remark behind it; a sentence, such as that of Python models, as a whole.
+// A type of numbers without the remark behind it.
 export function shortPrecision(precision) {
-  return precision.startsWith("as ") ? precision : precision.split(" ")[0];
+  return precision.split(" (")[0];
 }
 
 export function short(provider) {

@@ -181,7 +181,7 @@ def test_a_broken_preparation_belongs_to_others_where_the_task_does(tmp_path: Pa
     path = save_picture_model(tmp_path, task="") / "1" / PREPROCESSING
     path.write_text("{}")
     with served(tmp_path) as client:
-        assert "is for no task" in client.post(CLASSIFY, content=encoded("PNG")).json()["error"]
+        assert "names no task" in client.post(CLASSIFY, content=encoded("PNG")).json()["error"]
 
 
 PICTURES = [encoded(form) for form in FORMS] + [encoded("PNG", PHOTO.rotate(90, expand=True))]
