@@ -104,7 +104,7 @@ def test_an_output_that_no_float16_holds_keeps_its_type_by_name(tmp_path: Path) 
 
 @pytest.mark.long
 def test_what_training_recorded_stays_in_float32(tmp_path: Path) -> None:
-    model, samples = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.rand(8, 4)
+    model, samples = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(2, 2)), torch.rand(8, 4)
     with torch.no_grad():
         model[0].weight.fill_(1e5)  # type: ignore[operator]  # (a Linear's)
         model[1].weight.mul_(1e-5)  # type: ignore[operator]  # (as above)
