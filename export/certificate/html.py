@@ -62,7 +62,7 @@ def verdict_part(verdict: PrecisionVerdict) -> str:
     """Return the verdict, with the limits that were kept or what is beyond them."""
     if verdict.passed:
         return f'<p class="verdict passed">Within budget</p>{bullets(budget_lines(verdict))}'
-    broken = bullets(verdict.violations or ["nothing was compared"])
+    broken = bullets(verdict.failures or ["nothing was compared"])
     return f'<div class="verdict failed">Over budget{broken}</div>{paragraph("The budget:")}{bullets(budget_lines(verdict))}'
 
 
@@ -152,9 +152,10 @@ def _modules(conversion: dict[str, Any]) -> str:
 
 
 def _ledger(conversion: dict[str, Any]) -> str:
-    total = ", ".join(f"{count} {name}" for name, count in conversion.get("ledger", {}).items())
+    total = ", ".join(f"{count} {name}" for name, count in conversion.get("ledger", {}).items() if count)
     rows = []
-    for tensor in conversion.get("tensors", ())[:TENSORS_SHOWN]:
+    rounded = [tensor for tensor in conversion.get("tensors", ()) if tensor.get("action") != "kept"]
+    for tensor in rounded[:TENSORS_SHOWN]:
         counts = tensor.get("ledger", tensor)
         cells = [_text(counts.get(name)) for name in LEDGER_WORDS]
         rows.append((_text(tensor.get("name")), _text(tensor.get("elements")), *cells))
