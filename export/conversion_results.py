@@ -63,11 +63,13 @@ class SearchFailed(BudgetExceeded):
 
     Attributes:
         search: The result of the search. If it passed, its set was within the budget in the search but over it in the
-            verification.
+            verification, or it leaves nothing in half precision.
     """
 
-    def __init__(self, error: BudgetExceeded, search: SearchResult) -> None:
-        if search.passed:
+    def __init__(self, error: BudgetExceeded, search: SearchResult, *, nothing_left: str = "") -> None:
+        if nothing_left:
+            found = "; ".join(part for part in (nothing_left, search.explanation) if part)
+        elif search.passed:
             found = (
                 f"with {len(search.keep_fp32_nodes)} nodes in float32 it was within the budget when the search tried it, and "
                 "verified again it is not: one of the two models gives different outputs for the same input"

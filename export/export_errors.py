@@ -11,6 +11,10 @@ class ExportError(Exception):
     """A model, an input, a file or a setting that this stage cannot use; the text is one line and says what to do."""
 
 
+class NothingConvertedError(ExportError):
+    """A model of which every node that computes on floats has to stay float32: the converted model would be the source."""
+
+
 class UsageError(ExportError):
     """Options that contradict each other, or one that cannot be parsed."""
 

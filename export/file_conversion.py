@@ -17,7 +17,7 @@ from halfserve.export.certificate.verdicts import OutputVerdict, anything_compar
 from halfserve.export.conversion_results import Certified, Converted, SearchFailed
 from halfserve.export.conversion_settings import PipelineKeywords, PipelineSettings
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget
-from halfserve.export.export_errors import ExportError, UsageError
+from halfserve.export.export_errors import ExportError, NothingConvertedError, UsageError
 from halfserve.export.half_types import FP16, HALF_TYPES, HalfName
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, growth, open_model
 from halfserve.export.onnx_files.model_writer import waiting_file
@@ -28,6 +28,7 @@ from halfserve.export.verification.criteria import Verification
 
 if TYPE_CHECKING:
     from halfserve.export.certificate.budget import Budget
+    from halfserve.export.onnx_fp16.conversion_report import ConversionReport
     from halfserve.export.search.result import SearchResult
     from halfserve.export.verification.generated.lengths import LongerSizes
     from halfserve.export.verification.samples import Array, SampleSet
@@ -38,6 +39,7 @@ NO_PLACEMENT = "not asked for: where no device computes bfloat16, the server com
 BFLOAT16_WEIGHTS = "the weights are bfloat16 numbers, so bfloat16 was tried first"
 _MOST = 0.9  # fraction of the elements; folded constants may be others
 _CHUNK_ELEMENTS = 1 << 19
+_EXAMPLES = 3  # nodes that an error names
 _LOW_BITS = np.uint32(0xFFFF)  # mask of the bits of a float32 number that are 0 in every bfloat16 number
 Beside: TypeAlias = Callable[["Certificate"], Sequence[tuple[Path, bytes]]]
 
@@ -141,15 +143,15 @@ def _converted_to_either(
     notes = verification.notes
     if _holds_bfloat16_weights(opened):
         types, notes = types[::-1], (*notes, BFLOAT16_WEIGHTS)
-    over: dict[HalfName, BudgetExceeded] = {}
+    over: dict[HalfName, BudgetExceeded | NothingConvertedError] = {}
     for dtype in types:
         noted = replace(verification, notes=(*notes, *_notes_on_rejected(over)))
         try:
             return _converted(opened, target, replace(settings, dtype=dtype, search=False), noted, progress, beside)
-        except BudgetExceeded as error:
+        except (BudgetExceeded, NothingConvertedError) as error:
             over[dtype] = error
     nearest = _nearest_to_budget(over)
-    if not settings.search:
+    if not settings.search or isinstance(over[nearest], NothingConvertedError):
         raise over[nearest]
     noted = replace(verification, notes=(*notes, *_notes_on_rejected(over)))
     return _converted(opened, target, replace(settings, dtype=nearest), noted, progress, beside)
@@ -166,14 +168,20 @@ def _holds_bfloat16_weights(model: ModelFile) -> bool:
     return total > 0 and exact >= _MOST * total
 
 
-def _nearest_to_budget(over: Mapping[HalfName, BudgetExceeded]) -> HalfName:
-    """Return the type whose outputs exceed their limits by the smallest factor; NaN and infinities count as infinite."""
-    return min(over, key=lambda dtype: _excess(over[dtype]))
+def _nearest_to_budget(over: Mapping[HalfName, BudgetExceeded | NothingConvertedError]) -> HalfName:
+    """Return the type whose outputs exceed their limits by the smallest factor; NaN and infinities count as infinite. A type in
+    which no node can compute comes last.
+    """
+    return min(over, key=lambda dtype: (isinstance(over[dtype], NothingConvertedError), _excess(over[dtype])))
 
 
-def _notes_on_rejected(over: Mapping[HalfName, BudgetExceeded]) -> Iterator[str]:
+def _notes_on_rejected(over: Mapping[HalfName, BudgetExceeded | NothingConvertedError]) -> Iterator[str]:
     """Return a note on each type that was tried before."""
-    return (f"{dtype} alone is over budget: {error.violation}" for dtype, error in over.items())
+    for dtype, error in over.items():
+        if isinstance(error, BudgetExceeded):
+            yield f"{dtype} alone is over budget: {error.violation}"
+        else:
+            yield f"{dtype} is the type of no node: {error}"
 
 
 def _matrices(model: ModelFile) -> Iterator[onnx_ir.TensorProtocol]:
@@ -189,7 +197,9 @@ def _is_exact(tensor: onnx_ir.TensorProtocol) -> bool:
     return not any((bits[start : start + _CHUNK_ELEMENTS] & _LOW_BITS).any() for start in starts)
 
 
-def _excess(error: BudgetExceeded) -> float:
+def _excess(error: BudgetExceeded | NothingConvertedError) -> float:
+    if isinstance(error, NothingConvertedError):
+        return math.inf
     certificate = error.certificate
     return max((_share(verdict, certificate.budget.max_scaled_error) for verdict in certificate.outputs), default=math.inf)
 
@@ -224,9 +234,11 @@ def _converted(
                     raise
                 found = _searched(opened, samples, settings, verification, error, progress)
                 keeping = replace(settings, keep_fp32_nodes=[*settings.keep_fp32_nodes, *found.keep_fp32_nodes])
-                attempt = _attempt(stack, opened, file, keeping, progress)
                 try:
+                    attempt = _attempt(stack, opened, file, keeping, progress)
                     certificate, recorded = _verified(attempt, samples, settings, verification, target, progress)
+                except NothingConvertedError as nothing:
+                    raise SearchFailed(error, found, nothing_left=str(nothing)) from nothing
                 except BudgetExceeded as still:
                     raise SearchFailed(still, found) from still
         with ExitStack() as waiting:
@@ -257,10 +269,25 @@ def _attempt(
 ) -> _Attempt:
     progress(f"converting to {settings.half.name}")
     done = stack.enter_context(staged_conversion(source, file, settings, overwrite=True))  # the target was checked first
+    _require_half(done.conversion.report)
     if settings.half is not FP16:
         return done, NO_PLACEMENT
     progress("asking ONNX Runtime for the placement")
     return done, _placement(done)
+
+
+def _require_half(report: ConversionReport) -> None:
+    """Refuse a model of which no node computes in the half type: users would take it for converted."""
+    if report.fp16_nodes or not report.kept:
+        return
+    names = [f"{node.name or 'a node'} ({node.op_type}: {node.reason})" for node in report.kept[:_EXAMPLES]]
+    more = f" and {len(report.kept) - _EXAMPLES} more" if len(report.kept) > _EXAMPLES else ""
+    ways = ["--upgrade-opset"] if report.unsupported_nodes else []
+    ways.append("--dtype bfloat16, whose range is float32's" if report.dtype == "float16" else "--dtype float16")
+    raise NothingConvertedError(
+        f"nothing can become {report.dtype}, as every node that computes on floats stays float32: {', '.join(names)}{more}; "
+        f"nothing was written: try {', or '.join(ways)}, or serve the float32 model as it is"
+    )
 
 
 def _verified(

@@ -53,6 +53,8 @@ class Certificate(PrecisionVerdict):
         conversion: The conversion's report (`HalfReport.to_json` or `ConversionReport.to_json`), where known.
         levels: Verdicts on the optimisation levels.
         placement: The provider of each node (`Placement.to_json`), if known.
+        advice: What made it over budget, where that is known, and what to do; empty within the budget, and in older
+            certificates.
         origin: Where the float32 model was fetched from: the address of the `hub`, the name of the `model` there, the
             `revision` that was asked for, and the `commit` that it stood for; empty for a model from a disk.
         signature: The signature of all other fields, in base64 (see `halfserve.protos.certificate_signature`); empty without
@@ -80,6 +82,7 @@ class Certificate(PrecisionVerdict):
     conversion: dict[str, Any] | None = None
     levels: tuple[LevelVerdict, ...] = ()
     placement: dict[str, Any] | None = None
+    advice: str = ""
     origin: dict[str, str] = field(default_factory=dict)
     signature: str = ""
     document: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)

@@ -37,7 +37,7 @@ def _sections(certificate: Certificate) -> Iterator[str]:
     yield f"<h1>Precision certificate of {escaped(certificate.model)}</h1>"
     about = f"{half.short} against its float32 reference, {certificate.samples} samples, {certificate.created_utc}"
     yield paragraph(about, "quiet")
-    yield verdict_part(certificate)
+    yield verdict_part(certificate, certificate.advice)
     yield section("Outputs", outputs_part(certificate, certificate.precision), ABOUT["outputs"])
     yield section("Kinds of columns", bullets(kind_lines(certificate)), ABOUT["kinds"])
     yield section("Errors", errors_part(certificate), ABOUT["errors"])
@@ -58,12 +58,14 @@ def _sections(certificate: Certificate) -> Iterator[str]:
     yield section("Model and libraries", _facts(certificate))
 
 
-def verdict_part(verdict: PrecisionVerdict) -> str:
-    """Return the verdict, with the limits that were kept or what is beyond them."""
+def verdict_part(verdict: PrecisionVerdict, advice: str = "") -> str:
+    """Return the verdict, with the limits that were kept, or what is beyond them and the advice on it."""
     if verdict.passed:
         return f'<p class="verdict passed">Within budget</p>{bullets(budget_lines(verdict))}'
-    broken = bullets(verdict.violations or ["nothing was compared"])
-    return f'<div class="verdict failed">Over budget{broken}</div>{paragraph("The budget:")}{bullets(budget_lines(verdict))}'
+    broken = bullets(verdict.failures or ["nothing was compared"])
+    why = paragraph(f"Cause and cure: {advice}.") if advice else ""
+    limits = paragraph("The budget:") + bullets(budget_lines(verdict))
+    return f'<div class="verdict failed">Over budget{broken}</div>{why}{limits}'
 
 
 def outputs_part(verdict: PrecisionVerdict, precision: HalfName, *, explained: bool = True) -> str:
@@ -152,9 +154,10 @@ def _modules(conversion: dict[str, Any]) -> str:
 
 
 def _ledger(conversion: dict[str, Any]) -> str:
-    total = ", ".join(f"{count} {name}" for name, count in conversion.get("ledger", {}).items())
+    total = ", ".join(f"{count} {name}" for name, count in conversion.get("ledger", {}).items() if count)
     rows = []
-    for tensor in conversion.get("tensors", ())[:TENSORS_SHOWN]:
+    rounded = [tensor for tensor in conversion.get("tensors", ()) if tensor.get("action") != "kept"]
+    for tensor in rounded[:TENSORS_SHOWN]:
         counts = tensor.get("ledger", tensor)
         cells = [_text(counts.get(name)) for name in LEDGER_WORDS]
         rows.append((_text(tensor.get("name")), _text(tensor.get("elements")), *cells))

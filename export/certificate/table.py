@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ RISKS_SHOWN = 3
 VIOLATIONS_SHOWN = 8
 LONGEST_NAME = 32  # characters of an output's name in the table; longer names stand below it
 LABEL = 10  # characters before a line's text
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?(?=,)")  # in a note, which differs by it alone
 EXECUTIONS = {
     "rounded": "simulated: every node's result is rounded to {half}, as a GPU does",
     "cuda": "simulated: numbers inside nodes are rounded to {half} too, as CUDA's kernels do",
@@ -52,19 +54,22 @@ class Line:
 
 
 def certificate_table(certificate: Certificate, *, converted: bool = True) -> Group:
-    """Render the figures of every output, what the figures mean, and lines with sizes, accuracy, conversion and verdict.
+    """Render the figures of every output, what the figures mean, and lines with sizes, accuracy and conversion.
 
-    Figures and verdicts in further precisions follow. `converted` says whether the conversion is summarized too.
+    Figures in further precisions follow, and the verdicts come last. `converted` says whether the conversion is summarized too.
     """
     behind = f"compared with float32 on {certificate.samples} samples"
     parts = _figures(f"{certificate.model}: {certificate.precision} {behind}", certificate)
     texts = [*_legend(certificate), *_sizes(certificate), *_results(certificate)]
     texts += [*(_conversion(certificate) if converted else ()), *_doubts(certificate)]
     texts += [f"runtime   {crash}" for crash in certificate.probe.crashes]
-    parts += [*map(Line, texts), *_verdict(certificate)]
+    parts += map(Line, texts)
     for precision, verdict in certificate.precisions.items():
-        parts += _figures(f"{certificate.model}: computed in {precision}, {behind}", verdict)
-        parts += [*map(Line, (*_results(verdict), *_doubts(verdict))), *_verdict(verdict)]
+        parts += ["", *_figures(f"{certificate.model}: computed in {precision}, {behind}", verdict)]
+        parts += map(Line, (*_results(verdict), *_doubts(verdict)))
+    parts += _verdict(certificate, f" in {certificate.precision}" if certificate.precisions else "")
+    for precision, verdict in certificate.precisions.items():
+        parts += _verdict(verdict, f" in {precision}")
     return Group(*parts)
 
 
@@ -177,11 +182,14 @@ def _conversion(certificate: Certificate) -> Iterator[str]:
     names = [node["name"] for node in conversion.get("kept", ())] or conversion.get("fp32_modules", [])
     more = f" and {len(names) - KEPT_SHOWN} more" if len(names) > KEPT_SHOWN else ""
     yield f"float32   {', '.join(names[:KEPT_SHOWN]) or 'no node needs it'}{more}"
-    yield weights_line(conversion.get("ledger", {}), certificate.precision)
+    yield weights_line(conversion.get("ledger", {}), certificate.precision, conversion.get("actions", {}))
 
 
-def weights_line(ledger: Mapping[str, int], half: str) -> str:
-    """Return what rounding to the half type did to the numbers in the weights."""
+def weights_line(ledger: Mapping[str, int], half: str, actions: Mapping[str, int]) -> str:
+    """Return what rounding to the half type did to the numbers in the weights; `actions` counts the weights by action."""
+    rounded = any(ledger.values()) or any(count for action, count in actions.items() if action != "kept")
+    if actions.get("kept") and not rounded:
+        return f"weights   none became {half}"
     effects = {"overflow": f"beyond the range of {half}", "flushed": "became 0", "subnormal": "so small that digits were lost"}
     texts = [f"{ledger[name]:,} {effect}" for name, effect in effects.items() if ledger.get(name)]
     return f"weights   {', '.join(texts) or f'every number is within the range of {half}'}"
@@ -195,19 +203,27 @@ def _extremes(verdict: PrecisionVerdict) -> Iterator[str]:
         passed = ", ".join(line.case for line in within if not line.violations)
         texts = [f"within budget on {passed}" if passed else "", f"over budget on {broken}" if broken else ""]
         yield f"extremes  {'; '.join(filter(None, texts))}"
+    notes: dict[str, list[AdversarialVerdict]] = {}
+    for line in lines:
+        if line.note is not None:
+            notes.setdefault(_NUMBER.sub("", line.note), []).append(line)
+    for left_out in notes.values():
+        cases = ", ".join(line.case for line in left_out)
+        yield f"left out  {cases}: {'on the first, ' if len(left_out) > 1 else ''}{left_out[0].note}"
     if verdict.headroom is not None and verdict.headroom > 1:
         yield f"headroom  inputs up to {verdict.headroom:g} times as large as the samples pass too"
     elif verdict.headroom is not None:
         yield "headroom  none: inputs larger than the samples do not pass"
 
 
-def _verdict(verdict: PrecisionVerdict) -> list[Line]:
+def _verdict(verdict: PrecisionVerdict, where: str = "") -> list[Line]:
+    """Return the verdict; `where` names the precision where there are several, as " in bfloat16"."""
     if verdict.passed:
-        return [Line("verdict   within budget", style="green")]
-    texts = verdict.violations or ["nothing was compared"]
-    lines = [f"verdict   over budget: {text}" for text in texts[:VIOLATIONS_SHOWN]]
+        return [Line(f"verdict   within budget{where}", style="green")]
+    texts = verdict.failures or ["nothing was compared"]
+    lines = [f"verdict   over budget{where}: {text}" for text in texts[:VIOLATIONS_SHOWN]]
     if len(texts) > VIOLATIONS_SHOWN:
-        lines.append(f"verdict   over budget in {len(texts) - VIOLATIONS_SHOWN} more figures; --json lists all")
+        lines.append(f"verdict   over budget{where} in {len(texts) - VIOLATIONS_SHOWN} more figures; --json lists all")
     return [Line(line, style="red") for line in lines]
 
 

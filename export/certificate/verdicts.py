@@ -198,6 +198,28 @@ class PrecisionVerdict:
         return found
 
     @property
+    def failures(self) -> list[str]:
+        """What is over budget, said once for each output: its first run over budget in full, the others by name."""
+        texts: dict[str, list[str]] = {}
+        others: dict[str, list[str]] = {}
+        over = [(o.name, o.execution, f" ({o.execution})", o.violations) for o in self.outputs if o.violations]
+        over += [
+            (line.output, f"on {line.case}", f" on {line.case} ({line.execution})", line.violations)
+            for line in self.adversarial
+            if line.factor is None and line.violations
+        ]
+        for name, run, place, violations in over:
+            if name not in texts:
+                start = f"output {name!r}{place}" if name else place.strip()
+                texts[name], others[name] = [f"{start}: {text}" for text in violations], [run]
+            elif run not in others[name]:
+                others[name].append(run)
+        for name, (_, *further) in others.items():
+            texts[name][-1] += f"; over budget too: {', '.join(further)}" if further else ""
+        known = sum(len(violations) for *_, violations in over)
+        return [*(text for found in texts.values() for text in found), *self.violations[known:]]
+
+    @property
     def worst_violation(self) -> str:
         """The first violation, and how many more there are; or that nothing was compared."""
         found = self.violations

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
@@ -83,26 +83,22 @@ def print_conversion(done: Converted, *, in_full: bool = False) -> None:
     """Print everything about a conversion; `in_full` lists the placement of every node."""
     console, placed = Console(), done.placement
     certified = done.certificate is not None
-    parts = [
+    parts: list[RenderableType] = [
         conversion_lines(
             done.report,
             source_bytes=done.source_bytes,
             size_bytes=done.size_bytes,
             certified=certified,
-            found=done.search.keep_fp32_nodes if done.search is not None else (),
+            search=done.search,
         )
     ]
     if done.search is not None:
-        parts.append(search_lines(done.search))
+        parts += map(Line, _search_facts(done.search))
     if isinstance(placed, str):
         lines = [f"placement {placed}", *cuda_lines(done.cuda)]
     else:
         lines = placement_lines(placed)
         parts += [placement_list(placed)] if in_full else []
-    if done.certificate is not None:
-        parts.append(Group("", certificate_table(done.certificate, converted=False), ""))
-    else:
-        lines.append("verdict   none: not verified")
     if done.growth is not None:
         lines.append(f"larger    {done.growth}")
     if done.certificate is not None and SAMPLES in done.certificate.files:
@@ -115,6 +111,10 @@ def print_conversion(done: Converted, *, in_full: bool = False) -> None:
     for name in done.superseded:
         text = f"left over {name}: only the model before used it; remove it when no process reads that model"
         console.print(Text(text), soft_wrap=True)
+    if done.certificate is None:
+        console.print(Line("verdict   none: not verified"))
+    else:
+        console.print("", certificate_table(done.certificate, converted=False), crop=False, sep="\n")
     console.print(Text(f"written   {done.place}"), soft_wrap=True)
 
 
@@ -124,21 +124,21 @@ def conversion_lines(
     source_bytes: int | None = None,
     size_bytes: int | None = None,
     certified: bool = False,
-    found: Collection[str] = (),
+    search: SearchResult | None = None,
 ) -> Group:
     """Lists of float32 nodes, repairs and weights that lost numbers, where there are any, and lines with the totals.
 
-    `certified` leaves the size to the certificate's table, which follows, and `found` names the nodes that the search's list
-    explains.
+    `certified` leaves the size to the certificate's table, which follows. The nodes that `search` found have its reasons.
     """
-    lists = (*_kept(report.kept, found), *_repairs(report), *_weights(report))
+    lists = (*_kept(report.kept, search), *_repairs(report), *_weights(report))
     return Group(*lists, *map(Line, _facts(report, source_bytes, size_bytes, certified=certified)))
 
 
-def _kept(kept: Sequence[KeptNode], found: Collection[str]) -> Iterator[Line]:
-    """Yield each reason with its nodes, the most frequent reason first."""
+def _kept(kept: Sequence[KeptNode], search: SearchResult | None) -> Iterator[Line]:
+    """Yield each reason with its nodes, the most frequent reason first, then the nodes that the search found."""
     if not kept:
         return
+    found = frozenset(search.keep_fp32_nodes if search is not None else ())
     reasons: dict[str, list[KeptNode]] = {}
     for node in kept:
         if node.name not in found:
@@ -150,8 +150,9 @@ def _kept(kept: Sequence[KeptNode], found: Collection[str]) -> Iterator[Line]:
         yield from (_entry(_place(f"{node.name} ({node.op_type})", node.module, node.source), 4) for node in nodes[:named])
         yield from _rest(len(nodes), named, 4)
     yield from _rest(len(reasons), SHOWN)
-    if found:
+    if search is not None and found:
         yield _entry(f"{_counted(len(found), 'node')}: found by the search")
+        yield from _found(search, 4)
 
 
 def _repairs(report: ConversionReport) -> Iterator[Line]:
@@ -167,13 +168,14 @@ def _repairs(report: ConversionReport) -> Iterator[Line]:
 
 
 def _weights(report: ConversionReport) -> Iterator[Line]:
-    """Weights with numbers that overflowed or became 0; subnormal ones lost digits only, and are in the totals."""
-    lost = [weight for weight in report.weights if weight.ledger.overflow or weight.ledger.flushed]
+    """Rounded weights with numbers that overflowed or became 0; subnormal ones lost digits only, and are in the totals."""
+    rounded = (weight for weight in report.weights if weight.action != "kept")
+    lost = [weight for weight in rounded if weight.ledger.overflow or weight.ledger.flushed]
     if not lost:
         return
     yield _heading("weights that lost numbers")
     for weight in sorted(lost, key=lambda weight: (-weight.ledger.overflow, -weight.ledger.flushed))[:SHOWN]:
-        effects = weights_line(asdict(weight.ledger), report.dtype).removeprefix("weights").strip()
+        effects = weights_line(asdict(weight.ledger), report.dtype, {}).removeprefix("weights").strip()
         yield _entry(f"{weight.name}: of {weight.elements:,} numbers {effects}")
     yield from _rest(len(lost), SHOWN)
 
@@ -189,7 +191,7 @@ def _facts(report: ConversionReport, source_bytes: int | None, size_bytes: int |
         more = f" and {len(report.random_nodes) - EXAMPLES} more" if len(report.random_nodes) > EXAMPLES else ""
         drawn = f"{', '.join(report.random_nodes[:EXAMPLES])}{more}"
         lines.append(f"random    {drawn}: their outputs differ from run to run, and a comparison proves little about them")
-    lines.append(weights_line(asdict(ledger), report.dtype))
+    lines.append(weights_line(asdict(ledger), report.dtype, report.actions))
     if not certified and size_bytes is not None and source_bytes:
         lines.append(size_line(size_bytes, source_bytes, size_bytes / source_bytes))
     return lines
@@ -269,12 +271,17 @@ def _provider(provider: str) -> str:
 
 def search_lines(result: SearchResult) -> Group:
     """Render the nodes to keep where they meet the budget, the totals, and what is over budget."""
+    heading = [_heading(f"{_counted(len(result.kept), 'node')} to keep in float32")] if result.passed and result.kept else []
+    return Group(*heading, *(_found(result, 2) if result.passed else ()), *map(Line, _search_facts(result)))
+
+
+def _search_facts(result: SearchResult) -> list[str]:
     spent = f"{_counted(result.runs, 'run')}, {result.seconds / 60:.1f} min"
     lines = [f"searched  {_counted(result.candidates, 'node')} in {spent}: {_outcome(result)}"]
     lines += [f"over      {text}" for text in result.violations[:NODES_SHOWN]]
     if result.explanation:
         lines.append(f"note      {result.explanation}")
-    return Group(*(_needed(result) if result.passed else ()), *map(Line, lines))
+    return lines
 
 
 def _outcome(result: SearchResult) -> str:
@@ -286,14 +293,11 @@ def _outcome(result: SearchResult) -> str:
     return f"{count} must stay float32" if result.minimal else f"{count} in float32 are enough, perhaps fewer"
 
 
-def _needed(result: SearchResult) -> Iterator[Line]:
-    if not result.kept:
-        return
-    yield _heading(f"{_counted(len(result.kept), 'node')} to keep in float32")
+def _found(result: SearchResult, indent: int) -> Iterator[Line]:
     for kept in result.kept[:NODES_SHOWN]:
-        yield _entry(_place(f"{kept.node} ({kept.op_type})", kept.module, kept.source))
-        yield _entry("; ".join((kept.reason, *_costs(kept))), 4)
-    yield from _rest(len(result.kept), NODES_SHOWN)
+        yield _entry(_place(f"{kept.node} ({kept.op_type})", kept.module, kept.source), indent)
+        yield _entry("; ".join((kept.reason, *_costs(kept))), indent + 2)
+    yield from _rest(len(result.kept), NODES_SHOWN, indent)
 
 
 def _costs(kept: KeptNodeCost) -> Iterator[str]:

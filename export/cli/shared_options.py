@@ -16,13 +16,13 @@ import typer
 
 from halfserve.export.certificate.budget import Budget, usual_budgets
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
-from halfserve.export.export_errors import ExportError, UsageError
+from halfserve.export.export_errors import ExportError, NothingConvertedError, UsageError
 from halfserve.export.file_conversion import Beside
 from halfserve.export.half_types import HalfName
 from halfserve.export.repository.repository_target import RepositoryTarget
 from halfserve.export.tasks.task import Task
 
-EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, UsageError: 2, ExportError: 1}
+EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, NothingConvertedError: 3, UsageError: 2, ExportError: 1}
 
 budget_limit = partial(typer.Option, rich_help_panel="Budget")
 report = partial(typer.Option, rich_help_panel="Report")

@@ -184,7 +184,9 @@ def verify(
             )
     except BudgetExceeded as error:
         _show(error.certificate, html, certificate, as_json=as_json)
-        raise
+        if as_json:
+            raise
+        raise BudgetExceeded("over budget", error.certificate, cause=error.certificate.advice) from error  # the table says what
     _show(verdict, html, certificate, as_json=as_json)
     _require_passed(verdict)
 

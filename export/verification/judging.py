@@ -320,13 +320,13 @@ def headroom(verdicts: Sequence[AdversarialVerdict]) -> float | None:
 
 def _unjudgeable(answer: list[Value] | str, half: HalfType) -> str | None:
     if isinstance(answer, str):
-        return f"the reference fails on it: {answer}"
+        return f"float32 itself fails on it: {answer}"
     arrays = [array for value in answer for array in _floats(value)]
     largest = max((_largest(array) for array in arrays), default=0.0)
     if largest > half.largest:
-        return f"the reference itself answers {largest:.3g}, which {half.name} cannot hold"
+        return f"float32 itself answers {largest:.3g}, which {half.name} cannot hold"
     if arrays and not any(np.isfinite(array).any() for array in arrays):
-        return "the reference itself answers nothing finite"
+        return "float32 itself answers nothing finite"
     return None
 
 

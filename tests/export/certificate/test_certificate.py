@@ -46,6 +46,7 @@ from tests.whole_words import broken_words, printed
 Certify = Callable[[onnx.ModelProto], Certificate]
 STORED = Path(__file__).parent / "versions"
 ONES: Array = np.ones(4, np.float32)
+BEYOND = "float32 itself answers 1e+05, which float16 cannot hold"
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def full(model: onnx.ModelProto, certify: Certify) -> Certificate:
         levels=(LevelVerdict(provider="CPU", level="ORT_ENABLE_ALL", max_scaled_error=float("inf")),),
         adversarial=(
             AdversarialVerdict(case="zeros", execution="rounded", output="y", figures=certificate.outputs[0].figures),
-            AdversarialVerdict(case="ones", execution="", output="", note="the reference fails on it"),
+            AdversarialVerdict(case="ones", execution="", output="", note=BEYOND),
             AdversarialVerdict(case="4 times larger", execution="rounded", output="y", violations=("NaN",), factor=4.0),
         ),
         headroom=1.0,
@@ -141,6 +142,11 @@ def test_edge_cases_headroom_and_sums_count_where_the_budget_says_so(full: Certi
     assert sound.passed
     broken = AdversarialVerdict(case="zeros", execution="rounded", output="y", violations=("1 of 2 values are NaN",))
     assert replace(sound, adversarial=(broken,)).violations == ["output 'y' on zeros (rounded): 1 of 2 values are NaN"]
+    twice = tuple(replace(broken, execution=run) for run in ("rounded", "runtime"))
+    assert replace(full, adversarial=twice, budget=Budget(min_headroom=4)).failures == [
+        "output 'y' (runtime): max abs error 2 (limit 1); over budget too: on zeros",
+        "headroom 1 (least 4)",
+    ]
     assert replace(sound, budget=Budget(min_headroom=4)).violations == ["headroom 1 (least 4)"]
     (text,) = replace(sound, budget=Budget(min_headroom=4), headroom=None).violations
     assert text.startswith("headroom was not measured")
@@ -222,7 +228,8 @@ def test_the_table_says_what_matters_in_eighty_columns(full: Certificate) -> Non
     assert "10% of the float32 model's" in text
     assert "accuracy  25.00%, float32 50.00%" in text
     assert "runtime   ORT_ENABLE_ALL: killed by SIGSEGV" in text
-    assert "verdict   over budget: output 'y' (runtime): max abs error 2 (limit 1)" in text
+    assert text.splitlines()[-1] == "verdict   over budget: output 'y' (runtime): max abs error 2 (limit 1)"
+    assert f"left out  ones: {BEYOND}\n" in text
     assert "output (run)   error   scaled error   agreement   NaN or inf" in text, "the head is one row"
     assert "rounded   simulated: every node's result is rounded to float16, as a GPU does" in text
     for name in ("last_hidden_state", "/encoder/layer.11/attention/self_attention/projection/" * 2):

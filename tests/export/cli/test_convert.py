@@ -19,7 +19,7 @@ from halfserve.export.certificate.certificate import BudgetExceeded, read_certif
 from halfserve.export.certificate.embed import check_embedded
 from halfserve.export.cli.convert import EXIT_CODES, convert
 from halfserve.export.conversion_results import SearchFailed
-from halfserve.export.export_errors import ExportError
+from halfserve.export.export_errors import ExportError, NothingConvertedError
 from halfserve.export.onnx_files.model_file import LARGE_BYTES, open_model
 from halfserve.protos.certificate_signature import VerifyingKey
 from tests.export.cli.commands import passed
@@ -31,10 +31,9 @@ LONG = "a" * 300
 
 
 def overflowing() -> onnx.ModelProto:
-    """x [n, 4] -> relu(x up) down: sums of 3e5 between two products, which no look at the graph tells."""
-    text = (
-        "g (float[n, 4] x) => (float[n, 4] y) { [up] a = MatMul (x, large) [relu] b = Relu (a) [down] y = MatMul (b, small) }"
-    )
+    """x [n, 4] -> relu(tanh(x) up) down: sums of 2e5 between two products, which no look at the graph tells."""
+    text = """g (float[n, 4] x) => (float[n, 4] y) { [soft] t = Tanh (x) [up] a = MatMul (t, large) [relu] b = Relu (a)
+        [down] y = MatMul (b, small) }"""
     return parse(text, ir=10, large=np.full((4, 4), 6e4), small=np.eye(4) * 1e-4)
 
 
@@ -152,14 +151,34 @@ def test_what_must_stay_float32_is_found(run: Run) -> None:
     assert answer["certificate"]["passed"] is True
 
 
+@pytest.mark.parametrize("how", [("--keep-fp32-nodes", "*"), ("--keep-fp32-nodes", "*", "--no-verify")])
+def test_a_model_without_a_float16_node_is_refused(run: Run, how: tuple[str, ...]) -> None:
+    result = run("in.onnx", "out.onnx", *how)
+    assert isinstance(result.exception, NothingConvertedError)
+    assert EXIT_CODES[NothingConvertedError] == 3
+    assert "nothing can become float16" in str(result.exception)
+    assert "add0 (Add: matches '*' in keep_fp32_nodes)" in str(result.exception)
+    assert "try --dtype bfloat16" in str(result.exception)
+    assert not Path("out.onnx").exists()
+
+
+@pytest.mark.long
+def test_a_search_that_leaves_no_float16_node_is_refused(run: Run) -> None:
+    result = run("over.onnx", "out.onnx", "--samples", "over.npz", "--keep-fp32-nodes", "soft")
+    assert isinstance(result.exception, SearchFailed)
+    assert "nothing can become float16" in str(result.exception)
+    assert not Path("out.onnx").exists()
+    assert run("over.onnx", "out.onnx", "--samples", "over.npz", "--dtype", "auto").exit_code == 0
+
+
 @pytest.mark.long
 def test_a_search_says_when_it_begins_and_what_ended_it(run: Run) -> None:
-    result = passed(run("over.onnx", "out.onnx", "--samples", "over.npz", "--max-runs", "2", "--no-adversarial"))
+    result = passed(run("over.onnx", "out.onnx", "--samples", "over.npz", "--max-runs", "5", "--no-adversarial"))
     assert result.stderr.startswith(
         "searching for what must stay float32; Ctrl-C ends the search and keeps the best set found\n"
     )
-    assert "in 2 runs, 0.0 min: 3 in float32 are enough, perhaps fewer" in result.stdout
-    assert "note      the limit of 2 runs ended the search: allow more with --max-runs" in result.stdout
+    assert "in 5 runs, 0.0 min: 3 in float32 are enough, perhaps fewer" in result.stdout
+    assert "note      the limit of 5 runs ended the search: allow more with --max-runs" in result.stdout
     assert "within budget" in result.stdout
 
 
@@ -202,7 +221,7 @@ def test_a_model_that_is_overwritten_in_one_file_leaves_nothing_over(run: Run, t
 
 def normed() -> onnx.ModelProto:
     """The overflowing model at opset 14, with a LayerNormalization in parts behind it."""
-    text = """g (float[n,4] x) => (float[n,4] y) { a = MatMul (x, large) b = Relu (a) c = MatMul (b, small)
+    text = """g (float[n,4] x) => (float[n,4] y) { t = Tanh (x) a = MatMul (t, large) b = Relu (a) c = MatMul (b, small)
         m = ReduceMean <axes = [-1]> (c) d = Sub (c, m) q = Pow (d, two) v = ReduceMean <axes = [-1]> (q) e = Add (v, epsilon)
         r = Sqrt (e) y = Div (d, r) }"""
     mixing = np.random.default_rng(0).uniform(0.5, 1, (4, 4))

@@ -9,6 +9,7 @@ from rich.console import Console
 from halfserve.export.cli.output import SHOWN, ProgressLines, conversion_lines, progress_on
 from halfserve.export.half_types import WeightLedger
 from halfserve.export.onnx_fp16.conversion_report import ConversionReport, KeptNode, Repair, TensorLedger
+from halfserve.export.search.result import Cost, KeptNodeCost, SearchResult
 from tests.whole_words import broken_words, printed
 
 
@@ -25,6 +26,7 @@ def test_kept_nodes_repairs_and_weights_are_shown() -> None:
         kept=(KeptNode(name="exp", op_type="Exp", reason="overflows: 1e6", module="encoder.0", source="net.py:42"),),
         weights=(
             TensorLedger(name="w", elements=4000, ledger=WeightLedger(overflow=1, flushed=2000, subnormal=3)),
+            TensorLedger(name="kept", elements=4000, ledger=WeightLedger(overflow=9), action="kept"),
             TensorLedger(name="small", elements=4000, ledger=WeightLedger(subnormal=7)),
         ),
     )
@@ -34,15 +36,41 @@ def test_kept_nodes_repairs_and_weights_are_shown() -> None:
     lost = "1 beyond the range of float16, 2,000 became 0"
     assert f"  w: of 4,000 numbers {lost}, 3 so small that digits were lost" in text
     assert "small:" not in text
+    assert "kept:" not in text, "a weight that stays float32 loses nothing"
     assert "float16   9 of the 10 nodes that compute on floats; 1 cast added" in text
     assert f"weights   {lost}, 10 so small that digits were lost" in text
     assert "size      1,010 bytes, 50% of the float32 model's 2,000" in text
 
 
-def test_nodes_that_the_search_found_are_counted_and_left_to_its_list() -> None:
+def test_nodes_that_the_search_found_are_listed_once_with_its_reasons() -> None:
     kept = (KeptNode(name="a", op_type="Exp", reason="it overflows"), KeptNode(name="b", op_type="Exp", reason="asked for"))
-    lines = shown(ConversionReport(float_nodes=2, fp16_nodes=0, casts_added=0, kept=kept), found=("b",)).splitlines()
-    assert lines[:4] == ["2 nodes in float32", "  1 node: it overflows", "    a (Exp)", "  1 node: found by the search"]
+    cost = Cost(casts=0, weight_bytes=0)
+    found = KeptNodeCost(
+        node="b",
+        op_type="Exp",
+        module=None,
+        source=None,
+        reason="its output overflows",
+        local_error=None,
+        propagated_error=None,
+        cost=cost,
+    )
+    search = SearchResult(
+        keep_fp32_nodes=("b",),
+        kept=(found,),
+        runs=2,
+        seconds=1.0,
+        ending="complete",
+        measurements=0,
+        outputs=(),
+        violations=(),
+        passed=True,
+        minimal=True,
+        candidates=2,
+    )
+    lines = shown(ConversionReport(float_nodes=3, fp16_nodes=1, casts_added=0, kept=kept), search=search).splitlines()
+    assert lines[:3] == ["2 nodes in float32", "  1 node: it overflows", "    a (Exp)"]
+    assert lines[3:6] == ["  1 node: found by the search", "    b (Exp)", "      its output overflows"]
 
 
 def test_a_repair_that_keeps_nodes_is_not_said_twice() -> None:

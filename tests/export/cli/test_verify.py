@@ -55,6 +55,32 @@ def test_over_budget_is_exit_code_3_and_the_verdict_is_written_all_the_same(veri
     assert "halfserve verify: output 'y' (rounded): 6 of 6 values are NaN or infinite (limit 0)" in done.err
 
 
+@pytest.mark.parametrize(
+    ("net", "cause"),
+    [
+        ("w = Mul(x, huge)  y = Sub(w, w)", "the weight 'huge' of Mul 'w' overflowed: 2 of its 2 numbers became NaN or"),
+        ("[up] a = Mul(x, large)  y = Sub(a, a)", "the result 'a' of Mul 'up' reaches 1.2e+05 in float32, and float16 ends at"),
+    ],
+)
+def test_what_overflowed_in_a_foreign_file_is_named_once_with_its_cure(
+    shell: Shell, folder: Path, net: str, cause: str
+) -> None:
+    weights = {name: np.full(2, size) for name, size in {"huge": 1e6, "large": 6e4}.items() if name in net}
+    with np.errstate(over="ignore"):
+        models = both(f"g (T[n,2] x) => (T[n,2] y) {{ {net} }}", **weights)
+    for model, name in zip(models, ("float.onnx", "float16.onnx"), strict=True):
+        in_one_file(model, folder / name)
+    np.savez("x.npz", x=np.full((4, 2), 2, np.float32))
+    done = shell("verify", "float.onnx", "float16.onnx", "--samples", "x.npz", "--html", "v.html")
+    assert done.code == 3
+    assert "verdict   over budget: output 'y' (rounded): 8 of 8 values are NaN or" in done.out
+    assert done.out.count("over budget: output 'y'") == 1
+    assert f"halfserve verify: over budget; {cause}" in done.err
+    assert "convert with halfserve convert" in done.err
+    assert "--float16-io" not in done.err
+    assert "Cause and cure: the " in Path("v.html").read_text()
+
+
 def test_without_samples_inputs_are_made_up(verify: Verify) -> None:
     printed = verify("--dim", "width=5", "--dim", "batch=3", "--json", "--min-headroom", 16).json
     assert printed["samples"] == 33

@@ -234,9 +234,9 @@ def test_nan_counts_only_where_the_reference_is_finite() -> None:
 
 def test_answers_beyond_float16_are_not_judged() -> None:
     beyond = judged([np.array([1e5])], [np.array([np.inf])])
-    assert (beyond.note, beyond.violations) == ("the reference itself answers 1e+05, which float16 cannot hold", ())
-    assert judged([np.array([np.nan])], [np.array([1.0])]).note == "the reference itself answers nothing finite"
-    assert judged("index 9 is out of bounds", [np.zeros(1)]).note == "the reference fails on it: index 9 is out of bounds"
+    assert (beyond.note, beyond.violations) == ("float32 itself answers 1e+05, which float16 cannot hold", ())
+    assert judged([np.array([np.nan])], [np.array([1.0])]).note == "float32 itself answers nothing finite"
+    assert judged("index 9 is out of bounds", [np.zeros(1)]).note == "float32 itself fails on it: index 9 is out of bounds"
 
 
 def test_a_candidate_that_fails_where_the_reference_does_not_is_over_budget() -> None:
