@@ -91,7 +91,7 @@ def busy(grpc_address: str, http_address: str, seconds: float, *, rows: int, in_
 
 
 def uploads(grpc_address: str, http_address: str, seconds: float) -> str:
-    """Upload images over REST, several at a time, on connections that stay open."""
+    """Upload images over REST, several at a time, each on a connection of its own."""
     del grpc_address
     size = UPLOAD_ROWS * IMAGE_BYTES
     shape = {"name": "x", "datatype": "FP16", "shape": [UPLOAD_ROWS, 3, 224, 224], "parameters": {"binary_data_size": size}}
