@@ -14,7 +14,17 @@ import pytest
 from safetensors.torch import save
 
 import benchmarks
-from benchmarks import bare_session, checkpoints, convert, object_storage, on_demand, processes, real_models, staged_batches
+from benchmarks import (
+    bare_session,
+    checkpoints,
+    convert,
+    neighbours,
+    object_storage,
+    on_demand,
+    processes,
+    real_models,
+    staged_batches,
+)
 from benchmarks.converters.packaged_networks import speech_detector
 from benchmarks.converters.speed_models import convolutions
 from benchmarks.harness.server_process import server_process
@@ -166,3 +176,18 @@ def test_shares_of_a_bare_session_are_those_of_every_server(tmp_path: Path, caps
     assert named[0][1] == "bare session, batches of 1"
     assert named[3][1] in {"bare session, batches of 1", "bare session, batches of 2"}
     assert all(float(row[2]) > 0 and float(row[3]) > 0 for row in named)
+
+
+def test_a_small_model_is_measured_beside_neighbours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with server_process(save_mlp(tmp_path / "mlp.onnx")) as peer:
+        http_port = peer.http_address.rpartition(":")[2]
+        neighbours.main([f"peer={peer.address}:{http_port}"], rate=50, rounds=1, seconds=0.5, only="uploads")
+    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.count("│") == 7]
+    named = [[cell.strip() for cell in row] for row in rows]
+    assert [row[:2] for row in named] == [
+        ["quiet", "halfserve"],
+        ["quiet", "peer"],
+        ["REST uploads of 4 MB", "halfserve"],  # the peer lacks the model
+    ]
+    assert all(0 < float(row[2]) <= float(row[3]) for row in named)
+    assert re.fullmatch(r"4 at a time: [1-9]\d* with 200", named[2][5])
