@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 project = "halfserve"
 copyright = "The halfserve authors"  # noqa: A001  (the name is Sphinx's)
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "reference/generated"]
 
 html_theme = "furo"
 html_title = "halfserve"
@@ -34,5 +34,5 @@ autodoc_member_order = "bysource"
 
 
 def setup(app: Sphinx) -> None:
-    """Write the pages that come from the code before Sphinx reads the folder."""
-    app.connect("builder-inited", lambda _: generated_pages.write(Path(__file__).parent / "reference"))
+    """Write the tables that come from the code before Sphinx reads the folder."""
+    app.connect("builder-inited", lambda _: generated_pages.write(Path(__file__).parent / "reference" / "generated"))

@@ -1,4 +1,4 @@
-"""Reference pages that are written from the code when the site is built, such as commands, model settings and statuses."""
+"""Tables that reference pages include, such as commands, settings and statuses: written from the code for the site."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import halfserve
 from halfserve import cli
 from halfserve.configuration import key_of, variable
 from halfserve.export.conversion_settings import ConversionSettings, ModuleSettings, PipelineSettings
-from halfserve.protos.request_parameters import REQUEST_PARAMETERS, RESERVED_PREFIX
+from halfserve.protos.request_parameters import REQUEST_PARAMETERS
 from halfserve.protos.triton_errors import TritonPhrase
 from halfserve.serve.client.errors import error_of_code
 from halfserve.serve.engine import errors
@@ -56,7 +56,8 @@ STAGES = {"halfserve.amp_core": "Training", "halfserve.export": "Converting", "h
 
 
 def write(folder: Path) -> None:
-    """Write every generated page into `folder`; a page that says the same already is left alone."""
+    """Write the generated part of each reference page into `folder`; a file that says the same already is left alone."""
+    folder.mkdir(exist_ok=True)
     pages = {
         "commands": _commands(),
         "configuration": _configuration(),
@@ -78,10 +79,9 @@ def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def _commands() -> str:
-    parts = ["# Commands\n\nWritten from the code; `halfserve COMMAND --help` prints the same.\n\n"]
     commands = list(cli.commands())
     links = ((f"[{name}](#halfserve-{name.replace(' ', '-')})", _first_line(command.help)) for name, command in commands)
-    parts.append(_table(("command", "what it does"), links))
+    parts = [_table(("command", "what it does"), links)]
     for name, command in commands:
         parts.append(f"\n## halfserve {name}\n\n```text\n{inspect.cleandoc(command.help)}\n```\n\n")
         parts.append(_table(("argument or option", "default", "meaning"), _parameters(command)))
@@ -102,8 +102,7 @@ def _parameters(command: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def _configuration() -> str:
-    guide = "[Operations](../guides/operations.md#configuration) has the rules, and [commands](commands.md) what each means."
-    parts = [f"# Configuration\n\nThe keys of a config file and the environment variables, written from the code. {guide}\n"]
+    parts = []
     for name in (name for name, stage in cli.STAGES.items() if stage.configurable):
         command = cli.command_of(name)
         shown = zip(command.configured, _parameters(command), strict=False)  # what follows has no key: --config, --print-config
@@ -115,11 +114,7 @@ def _configuration() -> str:
 
 def _settings() -> str:
     rows = ((f"`{key}`", setting.default, setting.values, setting.meaning) for key, setting in OWN_PARAMETERS.items())
-    return (
-        "# Model settings\n\nWritten in a model's `config.pbtxt`, where Triton ignores them:\n\n```text\n"
-        'parameters { key: "halfserve.latency_target_ms" value { string_value: "50" } }\n```\n\n'
-        "The server refuses a key that it does not know, and names the nearest.\n\n"
-    ) + _table(("key", "default", "values", "meaning"), rows)
+    return _table(("key", "default", "values", "meaning"), rows)
 
 
 def _request_parameters() -> str:
@@ -127,23 +122,14 @@ def _request_parameters() -> str:
         (f"`{name}`", parameter.values, parameter.meaning, "yes" if parameter.changes_answer else "no")
         for name, parameter in REQUEST_PARAMETERS.items()
     )
-    return (
-        "# Request parameters\n\nEntries of `parameters` in an inference request that the server reads. They are not set from "
-        "a header, and a Python model does not find them among its `parameters`. Models get all others, whose names must not "
-        f"begin with `{RESERVED_PREFIX}`.\n\n"
-    ) + _table(("parameter", "value", "meaning", "part of the response cache's key"), rows)
+    return _table(("parameter", "value", "meaning", "part of the response cache's key"), rows)
 
 
 def _metrics() -> str:
     with _server() as port, urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     rows = [(f"`{family.name}`", family.type, family.documentation) for family in sorted(families, key=lambda f: f.name)]
-    heading = "# Metrics\n\nThe metrics of a server with one model, which has a response cache, on its metrics port. "
-    counters = (
-        "The samples of a `halfserve_` counter end in `_total`. Summaries need `--metrics-config summary_latencies=true`, and "
-        "the first response's histogram `--metrics-config histogram_latencies=true`.\n\n"
-    )
-    return heading + counters + _table(("name", "type", "meaning"), rows)
+    return _table(("name", "type", "meaning"), rows)
 
 
 @contextmanager
@@ -169,18 +155,10 @@ def _server() -> Iterator[int]:
 
 
 def _statuses() -> str:
-    beginning = (
-        "# Statuses\n\nOver gRPC a failed call ends with a status and a text, over REST with an HTTP status and "
-        '`{"error": "..."}` (the text endpoints: with the error that their clients know). The text says what was expected:'
-        "\n\n```text\ncurl -i localhost:8000/v2/models/unknown/infer -d '{\"inputs\": []}'\n```\n\n"
-        "The likely ones come first. Our client raises the exception in the third column, whose `code` is the status; "
-        "with a [RetryPolicy](../guides/client.md#errors) it repeats what may be repeated. "
-        "[Troubleshooting](../guides/troubleshooting.md#requests) lists texts.\n\n"
-    )
     rows = (_status(kind, CODES[kind]) for kind in sorted(CODES, key=list(ADVICE).index))
     table = _table(("gRPC status", "REST", "client", "what happened", "what to do"), rows)
     other = "Any other error is INTERNAL (500), and its text stays in the server's log.\n\n"
-    return f"{beginning}{table}\n{other}{_tritons_errors()}"
+    return f"{table}\n{other}{_tritons_errors()}"
 
 
 def _tritons_errors() -> str:
@@ -199,7 +177,7 @@ def _status(kind: type[InferenceError], code: Code) -> tuple[str, ...]:
 
 
 def _names() -> str:
-    parts = ["# Python API\n\nEverything here is imported from `halfserve`: `from halfserve import Client`.\n"]
+    parts = []
     for prefix, title in STAGES.items():
         parts.append(f"\n## {title}\n")
         for name in sorted(halfserve.__all__, key=_is_error):
