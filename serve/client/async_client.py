@@ -137,7 +137,7 @@ class AsyncClient(ClientBase, AsyncRunner):
         call = self._unary(rpc)
         timeout_s = settings.deadline.remaining_s(method=rpc.method, address=self.address)
         try:
-            answer = await call(rpc.request, timeout=timeout_s, metadata=settings.headers, compression=settings.compression)
+            answer = await call(rpc, timeout=timeout_s, metadata=settings.headers, compression=settings.compression)
         except grpc.RpcError as error:
             raise self._failure(error, rpc.method, settings) from None
         except grpc.aio.UsageError as error:  # raised by grpc for a channel that another task has closed meanwhile

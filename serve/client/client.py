@@ -137,7 +137,7 @@ class Client(ClientBase, SyncRunner):
         call = self._unary(rpc)
         timeout_s = settings.deadline.remaining_s(method=rpc.method, address=self.address)
         try:
-            answer = call(rpc.request, timeout=timeout_s, metadata=settings.headers, compression=settings.compression)
+            answer = call(rpc, timeout=timeout_s, metadata=settings.headers, compression=settings.compression)
         except grpc.RpcError as error:
             raise self._failure(error, rpc.method, settings) from None
         except ValueError as error:  # raised by grpc for a channel that another thread has closed meanwhile

@@ -11,7 +11,6 @@ from functools import partial, update_wrapper
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
-from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.client.channel_settings import (
     BALANCINGS,
     Balancing,
@@ -42,6 +41,7 @@ from halfserve.serve.client.exchange import (
     retried,
 )
 from halfserve.serve.client.infer_exchange import SEND_OPTIONS, InferState, unregister_everything
+from halfserve.serve.client.infer_messages import received_response, received_stream_response
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -225,16 +225,16 @@ class ClientConnection(ABC):
     def _unary(self, rpc: UnaryRpc) -> Any:
         if rpc.method not in self._rpcs:
             self._rpcs[rpc.method] = self._open_channel().unary_unary(
-                method_path(rpc.method), type(rpc.request).SerializeToString, rpc.answer.FromString
+                method_path(rpc.method),
+                UnaryRpc.serialized,
+                received_response if rpc.method == "ModelInfer" else rpc.answer.FromString,
             )
         return self._rpcs[rpc.method]
 
     def _stream(self, model: str) -> Any:
         channel = self._open_channel()
         begin = partial(channel.stream, model) if isinstance(channel, ClusterChannel) else channel.stream_stream
-        return begin(
-            method_path("ModelStreamInfer"), pb.ModelInferRequest.SerializeToString, pb.ModelStreamInferResponse.FromString
-        )
+        return begin(method_path("ModelStreamInfer"), None, received_stream_response)
 
     def _check_usable(self, *, closing: bool = False) -> None:
         """Refuse a call that would hang.

@@ -34,6 +34,10 @@ class UnaryRpc:
     # Whether making the call twice has the same effect as making it once; such a call may be repeated when it is unknown
     # whether the server received it.
     idempotent: bool = True
+    data: bytes | None = None  # the serialized request, whose raw contents `request` may lack; None: serialize `request`
+
+    def serialized(self) -> bytes:
+        return self.request.SerializeToString() if self.data is None else self.data
 
     @property
     def method(self) -> str:

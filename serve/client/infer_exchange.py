@@ -14,13 +14,17 @@ from halfserve.serve.client.errors import AccessDenied, ClientError, InvalidRequ
 from halfserve.serve.client.exchange import Exchange, UnaryRpc
 from halfserve.serve.client.infer_messages import (
     InferAnswer,
+    InferResponse,
+    LargeResponse,
     Parameter,
+    Raw,
     answer_of,
     check_answer,
     check_named,
-    infer_request,
     is_stateful,
     output_arrays,
+    request_parts,
+    serialized_request,
 )
 from halfserve.serve.client.management import model_config, model_metadata, register_region, unregister_region
 from halfserve.serve.client.shared_regions import SharedRegion
@@ -143,13 +147,17 @@ class InferState:
 
 
 def infer_message(request: pb.ModelInferRequest) -> Exchange[pb.ModelInferResponse]:
-    answer: pb.ModelInferResponse = yield infer_call(request, idempotent=True)
-    return answer
+    answer: InferResponse = yield UnaryRpc(request, idempotent=not is_stateful(request))
+    return pb.ModelInferResponse.FromString(answer.data) if isinstance(answer, LargeResponse) else answer
 
 
-def infer_call(request: pb.ModelInferRequest, *, idempotent: bool) -> UnaryRpc:
-    """Return the RPC for a request; one that belongs to a sequence never counts as idempotent."""
-    return UnaryRpc(request, idempotent=idempotent and not is_stateful(request))
+def _infer_call(parts: tuple[pb.ModelInferRequest, list[Raw]], *, idempotent: bool) -> UnaryRpc:
+    """Return the RPC for a request; one that belongs to a sequence never counts as idempotent.
+
+    It is serialized now: the caller may change its arrays before the request is sent, or sent again.
+    """
+    request, raw = parts
+    return UnaryRpc(request, idempotent and not is_stateful(request), serialized_request(request, raw))
 
 
 def infer(
@@ -162,7 +170,7 @@ def infer(
     idempotent: bool = True,
     **options: Any,
 ) -> Exchange[InferAnswer]:
-    """Read the metadata once per model, then run the inference; `options` are those of `infer_request`.
+    """Read the metadata once per model, then run the inference; `options` are those of `request_parts`.
 
     A model can be replaced while the client lives, so cached metadata alone never decides: a request that does not fit it is
     checked against fresh metadata, and a request that the server refuses clears the cache.
@@ -221,18 +229,18 @@ def _attempt(
     sharing = state.sharing()
     if sharing is None and not into:
         try:
-            request = infer_request(metadata, inputs, **options)
+            parts = request_parts(metadata, inputs, **options)
         except InvalidRequest as error:
             raise _DoesNotFit(error) from None
-        response: pb.ModelInferResponse = yield infer_call(request, idempotent=idempotent)
+        response: InferResponse = yield _infer_call(parts, idempotent=idempotent)
         check(response)
         return answer_of(response, output_arrays(response))
     sharing = sharing or SharedTensors((), None)
     batching = yield from _batching(state, metadata, options["version"])
     failure: BaseException | None = None
     try:
-        request = _sharing_request(sharing, metadata, inputs, into, options, batching=batching)
-        return (yield from ask_sharing(state.pool, sharing, infer_call(request, idempotent=idempotent), check))
+        parts = _sharing_request(sharing, metadata, inputs, into, options, batching=batching)
+        return (yield from ask_sharing(state.pool, sharing, _infer_call(parts, idempotent=idempotent), check))
     except BaseException as error:
         failure = error
         if not isinstance(error, SharingRefused):
@@ -265,12 +273,12 @@ def _sharing_request(
     options: Mapping[str, Any],
     *,
     batching: bool,
-) -> pb.ModelInferRequest:
+) -> tuple[pb.ModelInferRequest, list[Raw]]:
     try:
         sharing.place_outputs(metadata, into)
         if not options.get("top_k"):
             sharing.reserve_outputs(metadata, inputs, options.get("outputs"), batching=batching)
-        return infer_request(metadata, inputs, find_place=sharing.find_place, into=sharing.into, **options)
+        return request_parts(metadata, inputs, find_place=sharing.find_place, into=sharing.into, **options)
     except InvalidRequest as error:
         raise _DoesNotFit(error) from None
 

@@ -9,7 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse, ModelMetadataResponse
+from halfserve.protos.inference_pb2 import (
+    InferParameter,
+    ModelInferRequest,
+    ModelInferResponse,
+    ModelMetadataResponse,
+    ModelStreamInferResponse,
+)
 from halfserve.protos.request_parameters import PRIORITY, SEQUENCE_ID, TIMEOUT
 from halfserve.serve.client.array_conversion import (
     Array,
@@ -22,10 +28,13 @@ from halfserve.serve.client.array_conversion import (
 )
 from halfserve.serve.client.channel_settings import MAX_MESSAGE_BYTES
 from halfserve.serve.client.errors import ClientError, InvalidRequest, check_text, is_above_0
-from halfserve.serve.protocol.raw_tensors import from_raw
+from halfserve.serve.protocol.messages import put_request, split_response, split_stream_response
+from halfserve.serve.protocol.raw_tensors import from_raw, raw_view
 
 Parameter = bool | int | float | str
+Raw = bytes | memoryview
 MICROSECONDS = 1_000_000
+LARGE_BYTES = 2**16  # size from which protobuf's copies of tensors take longer than splitting or joining a message here
 REGION, SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 
 
@@ -112,7 +121,14 @@ def check_outputs(metadata: ModelMetadataResponse, names: Iterable[str]) -> None
             raise InvalidRequest(f"model {metadata.name!r} has no output {name!r}; its outputs are: {', '.join(known)}")
 
 
-def infer_request(
+def infer_request(metadata: ModelMetadataResponse, inputs: Mapping[str, Any], **options: Any) -> ModelInferRequest:
+    """Build a complete request; arguments and errors are those of `request_parts`."""
+    request, raw = request_parts(metadata, inputs, **options)
+    request.raw_input_contents.extend(map(bytes, raw))
+    return request
+
+
+def request_parts(
     metadata: ModelMetadataResponse,
     inputs: Mapping[str, Any],
     *,
@@ -126,8 +142,10 @@ def infer_request(
     cast: bool = False,
     find_place: FindPlace | None = None,
     into: Mapping[str, SharedSlice] | None = None,
-) -> ModelInferRequest:
-    """Build a request whose tensors travel as raw bytes; see `RequestOptions` for the options.
+) -> tuple[ModelInferRequest, list[Raw]]:
+    """Build a request without its raw contents, and these, where large ones are views of the arrays.
+
+    See `RequestOptions` for the options.
 
     `find_place` finds the location of an input in shared memory (None sends all inputs), `into` has the locations for outputs,
     by output name.
@@ -139,6 +157,7 @@ def infer_request(
     check_named(inputs)
     check_text(request_id, "request_id")
     request = ModelInferRequest(model_name=metadata.name, model_version=version, id=request_id)
+    raw: list[Raw] = []
     tensors = {tensor.name: tensor for tensor in metadata.inputs}
     for name, value in inputs.items():
         if name not in tensors:
@@ -149,18 +168,63 @@ def infer_request(
         tensor = request.inputs.add(name=name, datatype=datatype.wire, shape=array.shape)
         place = None if find_place is None else find_place(name, array)
         if place is None:
-            request.raw_input_contents.append(to_wire(array, datatype))
+            raw.append(raw_view(array, datatype) if array.nbytes >= LARGE_BYTES else to_wire(array, datatype))
         else:
             place.write_to(tensor.parameters)
     _add_outputs(request, metadata, outputs, top_k, into or {})
     add_parameters(request, parameters, priority=priority, queue_timeout_s=queue_timeout_s)
-    size = sum(map(len, request.raw_input_contents))
+    size = sum(map(len, raw))
     if size > MAX_MESSAGE_BYTES:
         raise InvalidRequest(f"the inputs have {size} bytes, expected at most {MAX_MESSAGE_BYTES} in one message; split them")
-    return request
+    return request, raw
 
 
-def check_answer(response: ModelInferResponse, wanted: Collection[str], request_id: str = "") -> None:
+def serialized_request(request: ModelInferRequest, raw: Sequence[Raw]) -> bytes:
+    """Serialize a request and its raw contents, which the message takes in if they are small."""
+    if sum(map(len, raw)) >= LARGE_BYTES:
+        return put_request(request.SerializeToString(), raw)
+    request.raw_input_contents.extend(map(bytes, raw))
+    return request.SerializeToString()
+
+
+class LargeResponse:
+    """A ModelInferResponse whose raw contents are views of the received bytes; it has the fields of the message."""
+
+    def __init__(self, data: bytes, head: bytes, raw: list[memoryview]) -> None:
+        """`data`: the received message; `head`: the response without its raw contents."""
+        message = ModelInferResponse.FromString(head)
+        self.data = data
+        self.model_name = message.model_name
+        self.model_version = message.model_version
+        self.id = message.id
+        self.parameters = message.parameters
+        self.outputs = message.outputs
+        self.raw_output_contents: Sequence[Raw] = raw
+
+
+InferResponse = ModelInferResponse | LargeResponse
+
+
+def received_response(data: bytes) -> InferResponse:
+    """Parse a ModelInferResponse. Raises DecodeError: it is malformed."""
+    return _large_response(data, split_response) or ModelInferResponse.FromString(data)
+
+
+def received_stream_response(data: bytes) -> ModelStreamInferResponse | LargeResponse:
+    """Parse a ModelStreamInferResponse, which has no error if it is large. Raises DecodeError: it is malformed."""
+    return _large_response(data, split_stream_response) or ModelStreamInferResponse.FromString(data)
+
+
+def _large_response(data: bytes, split: Callable[[bytes], tuple[bytes, list[memoryview]]]) -> LargeResponse | None:
+    if len(data) < LARGE_BYTES:
+        return None
+    try:
+        return LargeResponse(data, *split(data))
+    except IndexError:
+        return None
+
+
+def check_answer(response: InferResponse, wanted: Collection[str], request_id: str = "") -> None:
     """Refuse an answer that has another id than the request, lacks one of the `wanted` outputs, or has an output twice.
 
     The answer may have further outputs, and some servers do not return the id. Raises ClientError (code "INTERNAL").
@@ -175,7 +239,7 @@ def check_answer(response: ModelInferResponse, wanted: Collection[str], request_
         raise ClientError(text, code="INTERNAL")
 
 
-def output_arrays(response: ModelInferResponse, elsewhere: Collection[str] = ()) -> dict[str, Array]:
+def output_arrays(response: InferResponse, elsewhere: Collection[str] = ()) -> dict[str, Array]:
     """Return the outputs by name, in the server's order, as writeable arrays of the caller; those in shared memory are left
     out.
 
@@ -194,7 +258,7 @@ def output_arrays(response: ModelInferResponse, elsewhere: Collection[str] = ())
     return arrays
 
 
-def array_of(tensor: ModelInferResponse.InferOutputTensor, raw: bytes | memoryview) -> Array:
+def array_of(tensor: ModelInferResponse.InferOutputTensor, raw: Raw) -> Array:
     """View one output's bytes as an array. Raises ClientError: the bytes do not fit the shape (code "INTERNAL")."""
     datatype = datatype_named(tensor.datatype)
     try:
@@ -249,7 +313,7 @@ class InferAnswer:
     outputs: dict[str, Array]
 
 
-def answer_of(response: ModelInferResponse, outputs: dict[str, Array]) -> InferAnswer:
+def answer_of(response: InferResponse, outputs: dict[str, Array]) -> InferAnswer:
     return InferAnswer(
         model=response.model_name,
         version=response.model_version,

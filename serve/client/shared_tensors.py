@@ -11,11 +11,19 @@ from typing import Any
 import numpy as np
 
 from halfserve.protos.datatypes import BY_WIRE, Datatype
-from halfserve.protos.inference_pb2 import ModelInferResponse, ModelMetadataResponse
+from halfserve.protos.inference_pb2 import ModelMetadataResponse
 from halfserve.serve.client.array_conversion import Array, datatype_named
 from halfserve.serve.client.errors import AlreadyExists, ClientError, InvalidRequest, ModelNotFound, Repeat, Unsupported
 from halfserve.serve.client.exchange import Exchange, UnaryRpc
-from halfserve.serve.client.infer_messages import InferAnswer, SharedSlice, answer_of, array_of, output_arrays
+from halfserve.serve.client.infer_messages import (
+    InferAnswer,
+    InferResponse,
+    Raw,
+    SharedSlice,
+    answer_of,
+    array_of,
+    output_arrays,
+)
 from halfserve.serve.client.management import register_region, unregister_region
 from halfserve.serve.client.shared_regions import SharedRegion
 
@@ -166,7 +174,7 @@ class SharedTensors:
         place = self.into[name]
         return self.regions[place.region].bytes_at(place.offset, min(byte_size, place.byte_size))
 
-    def take_own(self, name: str, datatype: Datatype, raw: bytes) -> None:
+    def take_own(self, name: str, datatype: Datatype, raw: Raw) -> None:
         """Check an output that belongs into the caller's array, and copy it there if it came in the message.
         Raises ClientError: its dtype differs from the array's, or it is longer than the array (code "INTERNAL").
         """
@@ -208,7 +216,7 @@ class SharingRefused(Exception):  # noqa: N818  (leads to a second attempt, not 
 
 
 def ask_sharing(
-    pool: SlabPool | None, sharing: SharedTensors, call: UnaryRpc, check: Callable[[ModelInferResponse], None]
+    pool: SlabPool | None, sharing: SharedTensors, call: UnaryRpc, check: Callable[[InferResponse], None]
 ) -> Exchange[InferAnswer]:
     """Make a ModelInfer call with some tensors in shared memory; `check` raises if the response answers another request.
 
@@ -281,7 +289,7 @@ def unregister(pool: SlabPool, names: Sequence[str]) -> Exchange[None]:
         raise
 
 
-def _outputs(sharing: SharedTensors, response: ModelInferResponse) -> dict[str, Array]:
+def _outputs(sharing: SharedTensors, response: InferResponse) -> dict[str, Array]:
     arrays = output_arrays(response, sharing.into)
     for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         if tensor.name in sharing.own:

@@ -11,8 +11,9 @@ from typing import Any
 
 import grpc
 
-from halfserve.protos.inference_pb2 import ModelInferRequest, ModelStreamInferResponse
+from halfserve.protos.inference_pb2 import ModelStreamInferResponse
 from halfserve.serve.client.errors import ClientError
+from halfserve.serve.client.infer_messages import LargeResponse
 from halfserve.serve.client.streaming import StreamAnswer, StreamSession
 
 Source = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
@@ -35,7 +36,7 @@ class SyncStream:
         self._source_error: BaseException | None = None
         self._stopped = False
 
-    def answers(self, call: Callable[[Iterator[ModelInferRequest]], Any], timeout_s: float | None) -> Iterator[StreamAnswer]:
+    def answers(self, call: Callable[[Iterator[bytes]], Any], timeout_s: float | None) -> Iterator[StreamAnswer]:
         """Send the requests over the RPC that `call` opens, and yield their answers.
 
         `timeout_s` is the longest time in seconds without any answer while requests wait; None for no limit.
@@ -50,7 +51,7 @@ class SyncStream:
         reader.start()
         try:
             while (event := self._next_event(timeout_s)) is not END:
-                if isinstance(event, ModelStreamInferResponse):
+                if isinstance(event, ModelStreamInferResponse | LargeResponse):
                     self._session.accept(event)
                 elif isinstance(event, grpc.RpcError):
                     raise event
@@ -80,7 +81,7 @@ class SyncStream:
             except queue.Empty:
                 continue  # patience_s raises if an answer is late
 
-    def _requests(self) -> Iterator[ModelInferRequest]:
+    def _requests(self) -> Iterator[bytes]:
         try:
             inputs = iter(self._source)
             while True:
@@ -103,7 +104,7 @@ class SyncStream:
         finally:
             self._session.complete()
 
-    def _read(self, responses: Iterable[ModelStreamInferResponse]) -> None:
+    def _read(self, responses: Iterable[ModelStreamInferResponse | LargeResponse]) -> None:
         try:
             for response in responses:
                 self._events.put(response)
@@ -140,7 +141,7 @@ class AsyncStream:
                     raise self._source_error
                 self._session.check_complete()
                 return None
-            if isinstance(event, ModelStreamInferResponse):
+            if isinstance(event, ModelStreamInferResponse | LargeResponse):
                 self._session.accept(event)
             elif event is None:
                 raise ClientError(UNREADABLE, code="INTERNAL")
@@ -180,7 +181,7 @@ class AsyncStream:
         finally:
             await requests.aclose()
 
-    async def _requests(self) -> AsyncGenerator[ModelInferRequest]:
+    async def _requests(self) -> AsyncGenerator[bytes]:
         try:
             inputs = _as_async(self._source)
             while True:

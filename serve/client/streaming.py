@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from halfserve.protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse, ModelStreamInferResponse
+from halfserve.protos.inference_pb2 import ModelMetadataResponse, ModelStreamInferResponse
 from halfserve.protos.request_parameters import EMPTY_FINAL
 from halfserve.serve.client.array_conversion import Array
 from halfserve.serve.client.errors import (
@@ -24,7 +24,16 @@ from halfserve.serve.client.errors import (
 )
 from halfserve.serve.client.exchange import Exchange
 from halfserve.serve.client.infer_exchange import InferState, fresh_metadata
-from halfserve.serve.client.infer_messages import Parameter, check_answer, infer_request, output_arrays, values_of
+from halfserve.serve.client.infer_messages import (
+    InferResponse,
+    LargeResponse,
+    Parameter,
+    check_answer,
+    output_arrays,
+    request_parts,
+    serialized_request,
+    values_of,
+)
 
 METHOD = "ModelStreamInfer"
 DEFAULT_IN_FLIGHT = 32
@@ -81,7 +90,7 @@ class StreamAnswer:
 
 
 class StreamSession:
-    """The requests of one stream and their answers, in the requests' order; `options` are those of `infer_request`.
+    """The requests of one stream and their answers, in the requests' order; `options` are those of `request_parts`.
 
     One thread makes requests while another takes answers.
     """
@@ -103,12 +112,13 @@ class StreamSession:
     def unanswered(self) -> int:
         return self._made - self._taken - len(self._answered)
 
-    def request(self, inputs: Mapping[str, Any]) -> ModelInferRequest | None:
+    def request(self, inputs: Mapping[str, Any]) -> bytes | None:
         """Make the next request's message; None if it does not fit the model, in which case the error is its answer."""
-        index, request, misfit = self._made, None, None
+        index, serialized, misfit = self._made, None, None
         try:
-            request = infer_request(self._metadata, inputs, **{**self._options, "request_id": str(index)})
+            request, raw = request_parts(self._metadata, inputs, **{**self._options, "request_id": str(index)})
             request.parameters[EMPTY_FINAL].bool_param = True
+            serialized = serialized_request(request, raw)
         except InvalidRequest as error:
             misfit = error
         with self._lock:
@@ -117,7 +127,7 @@ class StreamSession:
             if misfit is not None:
                 self._add(StreamAnswer(index, {}, misfit))
             self._made += 1
-        return request
+        return serialized
 
     def complete(self) -> None:
         """Record that no further request follows."""
@@ -125,9 +135,9 @@ class StreamSession:
             self._complete = True
             self._progress_s = time.monotonic()
 
-    def accept(self, response: ModelStreamInferResponse) -> None:
+    def accept(self, response: ModelStreamInferResponse | LargeResponse) -> None:
         """Take in an answer of the server. Raises ClientError: it belongs to no request (code "INTERNAL")."""
-        infer = response.infer_response
+        infer = _infer_response(response)
         with self._lock:
             index = self._index(infer.id)
             if not self._taken <= index < self._made or index in self._answered:
@@ -207,24 +217,30 @@ def prepare_stream(
     return StreamSession(metadata, {**options, "version": version}, address=address)
 
 
-def _answer(index: int, response: ModelStreamInferResponse, wanted: Collection[str], *, is_final: bool) -> StreamAnswer:
-    infer = response.infer_response
+def _answer(
+    index: int, response: ModelStreamInferResponse | LargeResponse, wanted: Collection[str], *, is_final: bool
+) -> StreamAnswer:
+    infer, text = _infer_response(response), "" if isinstance(response, LargeResponse) else response.error_message
     try:
-        if not response.error_message:
-            parameters = values_of(response.infer_response.parameters)
+        if not text:
+            parameters = values_of(infer.parameters)
             parameters.pop(IS_FINAL, None)
             return StreamAnswer(index, _outputs(response, wanted), is_final=is_final, parameters=parameters)
     except ClientError as error:
         return StreamAnswer(index, {}, error, is_final=is_final)
     number = infer.parameters[STATUS].int64_param if STATUS in infer.parameters else -1  # no code has this number
     hint = infer.parameters[RETRY_HINT_KEY].string_param if RETRY_HINT_KEY in infer.parameters else ""
-    code = CODE_NAMES.get(number, "UNKNOWN")
-    refused = error_of_code(code, response.error_message, retry_after_s=hinted_s(hint))
+    refused = error_of_code(CODE_NAMES.get(number, "UNKNOWN"), text, retry_after_s=hinted_s(hint))
     return StreamAnswer(index, {}, refused, is_final=is_final)
 
 
-def _outputs(response: ModelStreamInferResponse, wanted: Collection[str]) -> dict[str, Array]:
-    if not response.HasField("infer_response"):
+def _outputs(response: ModelStreamInferResponse | LargeResponse, wanted: Collection[str]) -> dict[str, Array]:
+    if isinstance(response, ModelStreamInferResponse) and not response.HasField("infer_response"):
         raise ClientError("the server's answer holds neither outputs nor an error", code="INTERNAL")
-    check_answer(response.infer_response, wanted)
-    return output_arrays(response.infer_response)
+    infer = _infer_response(response)
+    check_answer(infer, wanted)
+    return output_arrays(infer)
+
+
+def _infer_response(response: ModelStreamInferResponse | LargeResponse) -> InferResponse:
+    return response if isinstance(response, LargeResponse) else response.infer_response

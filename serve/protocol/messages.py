@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from halfserve.files.varint import encoded_varint
+from halfserve.files.varint import encoded_varint, length_delimited
 from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest
 from halfserve.protos.request_parameters import SEQUENCE_ID
 from halfserve.serve.engine.errors import InvalidArgumentError, MessageTooLargeError
@@ -40,6 +40,7 @@ STRING_ID: Final = 3 << 3 | WITH_LENGTH
 RESPONSE_ID: Final = b"\x1a"
 RESPONSE_RAW_TAG: Final = 6 << 3 | WITH_LENGTH
 RESPONSE_RAW: Final = bytes((RESPONSE_RAW_TAG,))
+STREAM_INFER: Final = 2 << 3 | WITH_LENGTH
 M = TypeVar("M", bound=Message)
 # zlib's wbits by coding: "deflate" means zlib's format in HTTP and gRPC, not raw deflate.
 WINDOW_BITS = {"gzip": 31, "deflate": 15}
@@ -198,18 +199,42 @@ def put_response(head: bytes, request_id: bytes, outputs: bytes, raw: Sequence[b
     return join_unlocked(parts)
 
 
-def split_response(data: bytes) -> tuple[bytes, list[memoryview]]:
-    """Return a response without its raw contents, and the raw contents as views, because they may be large."""
+def split_response(data: bytes, position: int = 0) -> tuple[bytes, list[memoryview]]:
+    """Return a response without its raw contents, and the raw contents as views, because they may be large.
+
+    The response begins at `position`. Raises IndexError: it is malformed, or has an unknown group, which protobuf can parse.
+    """
     pieces: list[bytes] = []
     raw: list[memoryview] = []
-    whole, position = memoryview(data), 0
-    for tag, start, end in _fields(data, 0, len(data)):
+    whole, last = memoryview(data), len(data)
+    for tag, start, end in _fields(data, position, last):
+        if end > last or tag & 7 == GROUP:
+            raise IndexError(start)
         if tag == RESPONSE_RAW_TAG:
             raw.append(whole[start:end])
         else:
             pieces.append(data[position:end])
         position = end
     return b"".join(pieces), raw
+
+
+def split_stream_response(data: bytes) -> tuple[bytes, list[memoryview]]:
+    """Split the response in a ModelStreamInferResponse, as `split_response` does.
+
+    Raises IndexError: it is malformed, or has fields besides the response.
+    """
+    length, start = _varint(data, 1)
+    if data[0] != STREAM_INFER or start + length != len(data):
+        raise IndexError(start)
+    return split_response(data, start)
+
+
+def put_request(head: bytes, raw: Sequence[bytes | memoryview]) -> bytes:
+    """Join a request from a message without raw contents, and the raw contents."""
+    parts: list[bytes | memoryview] = [head]
+    for tensor in raw:
+        parts += (length_delimited(REQUEST_RAW >> 3, len(tensor)), tensor)
+    return join_unlocked(parts)
 
 
 def put_id(request_id: bytes) -> bytes:

@@ -22,6 +22,7 @@ from halfserve.serve.client.channel_settings import ChannelSettings, Headers, Tl
 from halfserve.serve.client.cluster.directory import DirectoryWatch
 from halfserve.serve.client.cluster.members import MemberConnection, Members
 from halfserve.serve.client.errors import Overloaded, ServerUnavailable, deadline_exceeded, from_rpc_error
+from halfserve.serve.client.exchange import UnaryRpc
 from halfserve.serve.client.infer_messages import is_stateful
 
 KEEPALIVE_S = 2.0  # without pings, calls to a lost machine would wait for their deadlines
@@ -55,7 +56,7 @@ class ClusterChannel(ABC):
         """Make a callable for a unary method, like a channel to one server."""
 
     @abstractmethod
-    def stream(self, model: str, path: str, serialize: Serializer, deserialize: Deserializer) -> Callable[..., Any]:
+    def stream(self, model: str, path: str, serialize: Serializer | None, deserialize: Deserializer) -> Callable[..., Any]:
         """Make a callable for streams, like a channel to one server; a stream stays with one member that serves the model."""
 
     @abstractmethod
@@ -70,15 +71,15 @@ class SyncClusterChannel(ClusterChannel):
     def unary_unary(self, path: str, serialize: Serializer, deserialize: Deserializer) -> Callable[..., Any]:
         method = Method(path, serialize, deserialize)
 
-        def ask(request: Any, *, timeout: float | None, **sent: Any) -> Any:
+        def ask(rpc: UnaryRpc, *, timeout: float | None, **sent: Any) -> Any:
             if not self._watch.has_directory:
                 timeout = self._wait(timeout)
-            with MemberCall(self._members, method, request) as call:
-                return call(request, timeout=timeout, **sent)
+            with MemberCall(self._members, method, rpc.request) as call:
+                return call(rpc, timeout=timeout, **sent)
 
         return ask
 
-    def stream(self, model: str, path: str, serialize: Serializer, deserialize: Deserializer) -> Callable[..., Any]:
+    def stream(self, model: str, path: str, serialize: Serializer | None, deserialize: Deserializer) -> Callable[..., Any]:
         def begin(requests: Any, **sent: Any) -> Any:
             member = self._members.pick(model)
             call = member.channel.stream_stream(path, serialize, deserialize)(requests, **sent)
@@ -126,15 +127,15 @@ class AsyncClusterChannel(ClusterChannel):
     def unary_unary(self, path: str, serialize: Serializer, deserialize: Deserializer) -> Callable[..., Any]:
         method = Method(path, serialize, deserialize)
 
-        async def ask(request: Any, *, timeout: float | None, **sent: Any) -> Any:  # noqa: ASYNC109  (as grpc.aio has it)
+        async def ask(rpc: UnaryRpc, *, timeout: float | None, **sent: Any) -> Any:  # noqa: ASYNC109  (as grpc.aio has it)
             if not self._watch.has_directory:
                 timeout = await self._wait(timeout)
-            with MemberCall(self._members, method, request) as call:
-                return await call(request, timeout=timeout, **sent)
+            with MemberCall(self._members, method, rpc.request) as call:
+                return await call(rpc, timeout=timeout, **sent)
 
         return ask
 
-    def stream(self, model: str, path: str, serialize: Serializer, deserialize: Deserializer) -> Callable[..., Any]:
+    def stream(self, model: str, path: str, serialize: Serializer | None, deserialize: Deserializer) -> Callable[..., Any]:
         def begin(**sent: Any) -> Any:
             member = self._members.pick(model)
             call = member.channel.stream_stream(path, serialize, deserialize)(**sent)

@@ -272,3 +272,70 @@ def test_requests_carry_the_requested_model_name(model: ScriptedServer, connect:
     list(client.stream_infer("third", [ROW]))
     asked = [pb.ModelInferRequest.FromString(body).model_name for method, body, _ in model.calls if method.endswith("Infer")]
     assert asked == ["alias", "other", "third"]
+
+
+LONG = 2**16  # bytes from which the clients split messages themselves
+
+
+def long_response() -> pb.ModelInferResponse:
+    made = pb.ModelInferResponse(model_name="m", model_version="4", id="0")
+    made.parameters["n"].int64_param = 5
+    texts = [b"a" * LONG, b""]
+    for name, datatype, raw in (
+        ("y", "BF16", np.full(LONG, 0x3F80, np.uint16).tobytes()),
+        ("z", "BYTES", b"".join(len(text).to_bytes(4, "little") + text for text in texts)),
+        ("b", "BOOL", bytes([2, 0])),
+        ("e", "FP32", b""),
+    ):
+        size = {"BF16": len(raw) // 2, "FP32": 0}.get(datatype, 2)
+        made.outputs.add(name=name, datatype=datatype, shape=[size])
+        made.raw_output_contents.append(raw)
+    return made
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_a_large_answer_arrives_whole(model: ScriptedServer, connect: Connect, compression: Any) -> None:
+    given = long_response()
+    unknown_group = b"\x53\x32\x01a\x54"  # protobuf skips it
+    model.answers["ModelInfer"] = [given, given, given.SerializeToString() + unknown_group]
+    model.answers["ModelStreamInfer"] = [pb.ModelStreamInferResponse(infer_response=given)]
+    client = connect(model.address, compression=compression)
+    x = np.ones((LONG, 2), np.float32)
+    detailed = client.infer_detailed("m", {"x": x})
+    assert client.infer_message(pb.ModelInferRequest()) == given
+    (streamed,) = client.stream_infer("m", [{"x": x}])
+    assert (detailed.model, detailed.version, detailed.request_id) == ("m", "4", "0")
+    for parameters, outputs in (
+        (detailed.parameters, detailed.outputs),
+        (streamed.parameters, streamed.outputs),
+        ({"n": 5}, client.infer("m", {"x": x})),
+    ):
+        assert parameters == {"n": 5}
+        assert list(outputs) == ["y", "z", "b", "e"]
+        assert (outputs["y"].astype(np.float32) == 1).all()
+        assert outputs["z"].tolist() == [b"a" * LONG, b""]
+        assert outputs["b"].tolist() == [True, False]
+        assert outputs["e"].shape == (0,)
+        # The caller's own memory: no array keeps the whole answer alive.
+        assert all(array.flags.writeable for array in outputs.values())
+        assert all(array.base is None or array.base.nbytes == array.nbytes for array in outputs.values())
+    sent = {pb.ModelInferRequest.FromString(body).raw_input_contents[0] for _, body, _ in model.calls if len(body) > LONG}
+    assert sent == {x.tobytes()}
+
+
+@pytest.mark.parametrize(
+    ("sent", "text"),
+    [
+        (long_response().SerializeToString()[:-1], "Exception deserializing|no message, or none that can be read"),
+        (long_response().SerializeToString() + b"\x0a\x01\xff", "Exception deserializing|no message, or none that can be read"),
+        (response(*range(LONG)), r"has 262144 bytes, expected 8"),
+    ],
+    ids=["cut", "no text", "contradiction"],
+)
+def test_a_large_answer_that_is_wrong_is_refused(model: ScriptedServer, connect: Connect, sent: Any, text: str) -> None:
+    if isinstance(sent, pb.ModelInferResponse):
+        sent.outputs[0].shape[1] = 2
+    model.answers["ModelInfer"] = [sent]
+    with pytest.raises(ClientError, match=text) as caught:
+        connect(model.address).infer("m", ROW)
+    assert caught.value.code == "INTERNAL"

@@ -21,6 +21,7 @@ from halfserve.serve.client.errors import (
 )
 from halfserve.serve.client.exchange import Exchange, UnaryRpc
 from halfserve.serve.client.infer_exchange import InferState, infer
+from halfserve.serve.client.infer_messages import infer_request
 from halfserve.serve.client.shared_regions import SharedRegion
 from tests.serve.client.driving import drive, metadata
 
@@ -44,6 +45,15 @@ def test_old_metadata_does_not_refuse_inputs_of_a_new_model() -> None:
     called, _ = drive(ask(state, np.array([1.0])), [metadata("FP64"), pb.ModelInferResponse()])
     assert called == ["ModelMetadata", "ModelInfer"]
     assert state.metadata["m", ""].inputs[0].datatype == "FP64"
+
+
+def test_a_large_request_is_fixed_when_it_is_made() -> None:
+    value = np.arange(40_000, dtype=np.float32)[::2]
+    step = next(ask(state_with("FP32"), value, parameters={"n": 1}))
+    assert isinstance(step, UnaryRpc)
+    before = infer_request(metadata("FP32"), {"x": value}, parameters={"n": 1})
+    value[:] = 0
+    assert pb.ModelInferRequest.FromString(step.serialized()) == before
 
 
 def test_fresh_metadata_decides() -> None:

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from halfserve.files.varint import encoded_varint
-from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 from halfserve.serve.engine.errors import InvalidArgumentError, MessageTooLargeError
 from halfserve.serve.protocol.messages import (
     MAX_FIELDS,
@@ -18,8 +18,11 @@ from halfserve.serve.protocol.messages import (
     PIECE_BYTES,
     has_too_many_fields,
     inflate,
+    put_request,
     put_response,
     split_request,
+    split_response,
+    split_stream_response,
 )
 
 texts = st.text(max_size=20)
@@ -101,6 +104,40 @@ def test_a_response_is_put_together_as_protobuf_would(name: str, version: str, r
     head = ModelInferResponse(model_name=name, model_version=version).SerializeToString()
     outputs = ModelInferResponse(outputs=whole.outputs).SerializeToString()
     assert put_response(head, request_id.encode(), outputs, raw) == whole.SerializeToString()
+
+
+@given(requests())
+def test_a_request_is_joined_as_protobuf_would(message: ModelInferRequest) -> None:
+    whole, raw = message.SerializeToString(deterministic=True), list(message.raw_input_contents)
+    message.ClearField("raw_input_contents")
+    assert put_request(message.SerializeToString(deterministic=True), [memoryview(part) for part in raw]) == whole
+
+
+@given(texts, raws)
+def test_a_response_is_split_into_head_and_views(name: str, raw: list[bytes]) -> None:
+    whole = ModelInferResponse(model_name=name, id="7", raw_output_contents=raw)
+    for _ in raw:
+        whole.outputs.add(name="y", datatype="FP16", shape=[1, 2])
+    data = whole.SerializeToString() + b"\xfa\x01\x01a"  # a field that is not known
+    streamed = ModelStreamInferResponse(infer_response=whole).SerializeToString()
+    for split, sent in ((split_response, data), (split_stream_response, streamed)):
+        head, views = split(sent)
+        rest = ModelInferResponse.FromString(head)
+        assert [bytes(view) for view in views] == raw
+        assert (rest.model_name, rest.id, rest.outputs, list(rest.raw_output_contents)) == (name, "7", whole.outputs, [])
+
+
+@pytest.mark.parametrize("more", [b"\x53\x32\x01a\x54", b"\x32\xff\xff\xff\xff\x0f", b"\x32"], ids=["group", "too long", "cut"])
+def test_a_response_that_protobuf_must_judge_is_not_split(more: bytes) -> None:
+    with pytest.raises(IndexError):
+        split_response(ModelInferResponse(id="7", raw_output_contents=[b"ab"]).SerializeToString() + more)
+
+
+def test_a_stream_response_with_an_error_is_not_split() -> None:
+    response = ModelStreamInferResponse(infer_response=ModelInferResponse(id="7"), error_message="no")
+    for sent in (response.SerializeToString(), response.SerializeToString()[::-1]):
+        with pytest.raises(IndexError):
+            split_stream_response(sent)
 
 
 # A raw entry, an input, and fields that are not known: a number, four and eight bytes, a group, one with a number over 15.
