@@ -68,7 +68,8 @@ def _another(field: Field[Any], kind: Any) -> Any:
     if get_origin(kind) is Literal:
         return next(value for value in get_args(kind) if value not in (field.default, "auto"))
     if isinstance(field.default, tuple):
-        return ("bfloat16",) if field.name == "precisions" else ("*",)
+        others = {"precisions": "bfloat16", "keep_fp32_nodes": "Min*", "keep_fp32_ops": "Min"}  # a node is to stay half
+        return (others.get(field.name, "*"),)
     return 7
 
 
