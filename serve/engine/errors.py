@@ -17,7 +17,8 @@ from halfserve.protos.triton_errors import TritonPhrase
 # transports/grpc_framing).
 MAX_TEXT = 4096
 LISTING = "`halfserve models` (RepositoryIndex)"  # how clients list the models; errors over REST name its path instead
-MAX_COMPARED, MAX_NAME = 100, 64  # names that are compared with an unknown one, and their length
+MAX_COMPARED, MAX_NAME = 20, 64  # names that are compared with an unknown one, and their length
+MAX_TYPED = 3  # most characters that a name may be longer or shorter than a near one
 # Signs of a lost device in error texts. After such an error, CUDA fails every call of the process's context:
 # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
 DEVICE_LOST_SIGNS = (
@@ -86,7 +87,8 @@ def near_name(name: str, known: Iterable[str]) -> str:
 
     Few and short names are compared, as a request must not occupy the event loop for long.
     """
-    spelled = {one.casefold(): one for one in islice(known, MAX_COMPARED) if len(one) <= MAX_NAME and "'" not in one}
+    alike = (one for one in known if len(one) <= MAX_NAME and "'" not in one and abs(len(one) - len(name)) <= MAX_TYPED)
+    spelled = {one.casefold(): one for one in islice(alike, MAX_COMPARED)}
     near = get_close_matches(name.casefold(), spelled, n=1) if len(name) <= MAX_NAME else []
     return f" (did you mean model {spelled[near[0]]!r}?)" if near else ""
 
